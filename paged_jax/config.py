@@ -1,0 +1,115 @@
+"""Typed, strict settings of the engine. An unknown key, a wrong type or an impossible pair is an error here."""
+
+import difflib
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class StrictModel(BaseModel):
+    """A frozen settings object that refuses unknown keys and silent type changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class EngineConfig(StrictModel):
+    """How requests are batched and how KV memory is managed. The names are vLLM's where vLLM has one."""
+
+    block_size: Annotated[int, Field(ge=1, le=512)] = 16
+    """Tokens per KV block (page)."""
+    num_blocks: Annotated[int, Field(ge=1)] | None = None
+    """Usable KV blocks; unset, as many as the memory budget holds."""
+    kv_cache_memory: Annotated[int, Field(ge=1)] | None = None
+    """Bytes for KV pages on a CPU; unset, 1 GiB. Refused together with num_blocks."""
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of an accelerator's memory to use, weights included; unset, 0.9. Refused on a CPU."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 16
+    """Most requests that run at once."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 512
+    """Most tokens computed in one step, decodes and prefill chunks together."""
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a request, prompt and output together; unset, what the model was trained for."""
+    dtype: Literal["auto"] | DType = "auto"
+    """Of weights and activations; auto is float32 on a CPU, else the checkpoint's own."""
+    kv_cache_dtype: Literal["auto"] | DType = "auto"
+    """Of the KV pages; auto is the same as dtype."""
+    enable_chunked_prefill: bool = True
+    """Split prompts into chunks that share steps with decodes. Off, a prompt must fit one step's budget."""
+    prefix_cache: str = "hash"
+    """Reuse of KV blocks between requests: "hash", "none", or "package.module:Class"."""
+    eviction: str | None = None
+    """Which unused cached block is given up first: "lru" (when unset) or "package.module:Class"."""
+    scheduling_policy: str = "fcfs"
+    """Order of the waiting queue: "fcfs" or "package.module:Class"."""
+    victim_policy: str = "last_arrived"
+    """Who is preempted when blocks run out: "last_arrived" or "package.module:Class"."""
+    attention_implementation: Literal["auto", "reference", "xla"] = "auto"
+    """Which ragged_paged_attention runs; auto picks by platform and shapes."""
+    layer_loop: Literal["auto", "unrolled", "scanned"] = "auto"
+    """Unrolled layers run faster on a CPU, scanned ones compile faster; auto picks by platform."""
+    token_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Padded batch sizes, ascending, the last one max_num_batched_tokens; unset, powers of four and two."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights of the model's shape, made from the seed."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seeds dummy weights and the sampling of requests that bring no seed of their own."""
+    debug: bool = False
+    """Check the KV accounting after every step and fill freed pages with NaN (slow)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ValueError("num_blocks and kv_cache_memory both set the size of the KV cache: give one of them")
+        if self.num_blocks is not None and self.memory_utilization is not None:
+            raise ValueError("num_blocks and memory_utilization both set the size of the KV cache: give one of them")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({self.max_num_seqs}): a step could not hold one token of each running request"
+            )
+        if self.prefix_cache == "none" and self.eviction is not None:
+            raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
+        buckets = self.token_buckets
+        if buckets is not None:
+            if not buckets or list(buckets) != sorted(set(buckets)):
+                raise ValueError(f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats")
+            if buckets[-1] != self.max_num_batched_tokens:
+                raise ValueError(
+                    f"the last of token_buckets ({buckets[-1]}) must equal max_num_batched_tokens "
+                    f"({self.max_num_batched_tokens})"
+                )
+        return self
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The words `; did you mean 'x'?` for the closest of `known`, or a list of them when none is close."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(sorted(known))}"
+
+
+def parse[T: StrictModel](model: type[T], values: dict[str, Any], where: str = "") -> T:
+    """Build `model` from plain values; every problem becomes one ValueError sentence that names the key.
+
+    `where` is the dotted path of the values inside their file, such as `engine`, put before key names.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(_sentence(model, e, where) for e in error.errors())) from None
+
+
+def _sentence(model: type[StrictModel], error: Any, where: str) -> str:
+    path = [str(p) for p in error["loc"]]
+    fields = model.model_fields
+    # pydantic puts the names of union members into the path: keep what a person wrote
+    key = ".".join([where] * bool(where) + [p for i, p in enumerate(path) if i == 0 or p.isdigit() or p in fields])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{nearest(path[-1], list(fields))}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    return f"{key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"

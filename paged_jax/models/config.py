@@ -1,0 +1,57 @@
+"""The shape of a model: everything that the decoder needs to know, and nothing of where it came from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the model was trained on.
+
+    `linear` divides positions by `factor`; `llama3` stretches the low frequencies only (Llama 3.1); `yarn` is
+    Peng et al., 2023 (arXiv 2309.00071). Fields that a kind does not use are None.
+    """
+
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float | None = None  # yarn
+    beta_slow: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn: multiplies cos and sin; None means 0.1 ln(factor) + 1
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range outward to whole dimensions
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Llama family."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"  # of the checkpoint's tensors: float32, bfloat16 or float16
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads}): "
+                "grouped-query attention needs whole groups"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) is odd: rotary embeddings turn pairs of dimensions")
