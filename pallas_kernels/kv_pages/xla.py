@@ -1,0 +1,34 @@
+"""The page operations as XLA gathers and scatters, in place when the pages are donated."""
+
+import jax.numpy as jnp
+
+
+def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer):
+    """See `pallas_kernels.kv_pages.api.write_kv_pages`."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    kv = jnp.stack([keys, values], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+    # two-dimensional indices: a flat one would overflow 32 bits past 2^31 elements
+    return kv_pages.at[layer * blocks_per_layer + block_ids, offsets].set(
+        kv.astype(kv_pages.dtype), mode="promise_in_bounds"
+    )
+
+
+def copy_pages(kv_pages, sources, targets, *, blocks_per_layer):
+    """See `pallas_kernels.kv_pages.api.copy_pages`."""
+    first = _layer_starts(kv_pages, blocks_per_layer)
+    return kv_pages.at[first + targets[None]].set(kv_pages[first + sources[None]], mode="promise_in_bounds")
+
+
+def gather_pages(kv_pages, block_ids, *, blocks_per_layer):
+    """See `pallas_kernels.kv_pages.api.gather_pages`."""
+    return kv_pages[_layer_starts(kv_pages, blocks_per_layer) + block_ids[None]]
+
+
+def scatter_pages(kv_pages, block_ids, blocks, *, blocks_per_layer):
+    """See `pallas_kernels.kv_pages.api.scatter_pages`."""
+    rows = _layer_starts(kv_pages, blocks_per_layer) + block_ids[None]
+    return kv_pages.at[rows].set(blocks, mode="promise_in_bounds")
+
+
+def _layer_starts(kv_pages, blocks_per_layer):
+    return (jnp.arange(kv_pages.shape[0] // blocks_per_layer, dtype=jnp.int32) * blocks_per_layer)[:, None]
