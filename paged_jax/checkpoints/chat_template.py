@@ -13,7 +13,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}...{% endgeneration %}`, which marks the assistant's words for training.
+
+    Here it stands for its body.
+    """
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares the attribute
 
@@ -29,10 +32,10 @@ def render_chat_template(
     add_generation_prompt: bool,
     special_tokens: Mapping[str, str],
 ) -> str:
-    """The prompt for `messages`, rendered as Hugging Face renders it and in a sandbox: templates are foreign code.
+    """The prompt for `messages`, rendered as Hugging Face does, and in a sandbox: templates are foreign code.
 
-    `special_tokens` (`bos_token`, `eos_token`, ...) are variables of the template. Raises ValueError when a message
-    lacks its role or content, or with the template's own words when it refuses the conversation.
+    `special_tokens` (`bos_token`, `eos_token`, ...) are variables of the template. Raises ValueError when a
+    message lacks its role or content, or with the template's own words when it refuses the conversation.
     """
     if not messages:
         raise ValueError("messages is empty: a chat needs at least one message")

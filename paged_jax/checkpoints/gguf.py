@@ -42,10 +42,10 @@ _UNSUPPORTED_KEYS = (
 
 
 class GgufFile:
-    """An open `.gguf` file: `metadata`, `config` and `tensors`; the weights stay on disk until they are looked up.
+    """An open `.gguf` file: `metadata`, `config` and `tensors`, which stay on disk until they are looked up.
 
-    Raises FileNotFoundError when there is no such file, ValueError when it is damaged, is of another architecture,
-    or holds a tensor whose name or quantisation is not known.
+    Raises FileNotFoundError when there is no such file, ValueError when it is damaged, is of another
+    architecture, or holds a tensor whose name or quantisation is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,9 +61,13 @@ class GgufFile:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         architecture = self.metadata.get("general.architecture")
         if architecture != "llama":
-            raise ValueError(f"{path} has architecture {architecture!r}; of GGUF files only 'llama' is supported")
+            raise ValueError(
+                f"{path} has architecture {architecture!r}; of GGUF files only 'llama' is supported"
+            )
         if self.metadata.get("split.count", 1) > 1:
-            raise ValueError(f"{path} is one part of a split model: merge the parts with llama.cpp's gguf-split first")
+            raise ValueError(
+                f"{path} is one part of a split model: merge the parts with llama.cpp's gguf-split first"
+            )
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -75,7 +79,9 @@ class GgufFile:
         rotary = self._key("rope.dimension_count", None)
         head_dim = self._key("attention.key_length", rotary or hidden_size // num_heads)
         if (rotary or head_dim) != head_dim:
-            raise ValueError(f"{self.path} rotates {rotary} of {head_dim} dimensions a head; only all are supported")
+            raise ValueError(
+                f"{self.path} rotates {rotary} of {head_dim} dimensions a head; only all are supported"
+            )
         if self._key("attention.value_length", head_dim) != head_dim:
             raise ValueError(f"{self.path} has values of another length than keys, which is not supported")
         embedding = self._tensor("token_embd.weight")
@@ -106,11 +112,13 @@ class GgufFile:
                 continue  # told by config.rope_scaling
             if tensor.tensor_type.name not in _TYPES:
                 raise ValueError(
-                    f"tensor {name!r} in {self.path} has type {tensor.tensor_type.name}, which is not supported; "
-                    f"known: {', '.join(_TYPES)}"
+                    f"tensor {name!r} in {self.path} has type {tensor.tensor_type.name}, which is not "
+                    f"supported; known: {', '.join(_TYPES)}"
                 )
             shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
-            entries[self._hf_name(name)] = LazyTensor(shape, partial(_read, tensor, shape, self._row_order(name)))
+            entries[self._hf_name(name)] = LazyTensor(
+                shape, partial(_read, tensor, shape, self._row_order(name))
+            )
         return LazyTensors(entries)
 
     def _hf_name(self, name: str) -> str:
@@ -135,7 +143,9 @@ class GgufFile:
         unscaled = kind == "none" or factor in (0.0, 1.0)
         if _ROPE_FREQS in self._tensors:
             if not unscaled:
-                raise ValueError(f"{self.path} holds {_ROPE_FREQS!r} and {kind} scaling at once, which is not supported")
+                raise ValueError(
+                    f"{self.path} holds {_ROPE_FREQS!r} and {kind} scaling at once, which is not supported"
+                )
             return self._llama3_scaling(head_dim, original)
         if unscaled:
             return RopeScaling()
@@ -154,10 +164,11 @@ class GgufFile:
         )
 
     def _llama3_scaling(self, head_dim: int, original: int | None) -> RopeScaling:
-        """The parameters behind `rope_freqs.weight`, in which llama.cpp stores Llama 3's scaling, frequency by frequency.
+        """The parameters behind `rope_freqs.weight`, where llama.cpp stores Llama 3's scaling by frequency.
 
-        Low and high factor are 1 and 4 in every published model and the original length is 8192 unless the file
-        tells another; whether that explains the stored factors is checked, since a guess must not pass silently.
+        Low and high factor are 1 and 4 in every published model and the original length is 8192 unless the
+        file tells another; whether that explains the stored factors is checked, since a guess must not pass
+        silently.
         """
         tensor = self._tensors[_ROPE_FREQS]
         stored = _read(tensor, (int(tensor.n_elements),), None)
@@ -196,17 +207,21 @@ class GgufFile:
 
 
 def unpermute_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo llama.cpp's row order of query and key projections (and of their biases): `[num_heads * head_dim, ...]`.
+    """Undo llama.cpp's row order of query and key weights and biases, `[num_heads * head_dim, ...]`.
 
     llama.cpp rotates neighbouring pairs of dimensions, Hugging Face dimension i with i + head_dim / 2, so its
-    converter interleaves the two halves of each head. The inverse takes every head's even rows, then its odd ones.
+    converter interleaves the two halves of each head. The inverse takes every head's even rows, then its odd
+    ones.
     """
     half = rows.shape[0] // num_heads // 2
     return rows.reshape(num_heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 class _FastReader(GGUFReader):
-    """The package's reader on a plain view: slicing a memmap costs several times more, and it slices every token."""
+    """The package's reader on a plain view of the file.
+
+    It slices once per token of the vocabulary, and slicing a memmap costs several times more.
+    """
 
     @property
     def data(self) -> np.ndarray:
@@ -227,8 +242,14 @@ def _read(
 
 def _llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.ndarray:
     """`[head_dim / 2]`: by how much each rotary frequency is divided (Llama 3.1's rule)."""
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
-    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # within the original length
+    low, high, original = (
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_max_position_embeddings,
+    )
+    turns = (
+        original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
+    )  # within the original length
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - keep) / scaling.factor + keep)
 

@@ -22,7 +22,7 @@ _SPACE = "▁"  # SentencePiece writes spaces as this
 
 
 def build_backend(metadata: Mapping[str, Any]) -> Tokenizer:
-    """A tokenizer without BOS or EOS rules from `tokenizer.ggml.*`; control tokens are its special added tokens.
+    """A tokenizer without BOS or EOS rules from `tokenizer.ggml.*`; control tokens become special.
 
     Raises ValueError, naming it, for a kind of tokenizer (`model`) or of splitting (`pre`) that is not known.
     """
@@ -82,19 +82,25 @@ def _splitting(pre: str) -> PreTokenizer:
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
-        raise ValueError("the GGUF file's SentencePiece tokenizer has no score for each token, so no order of merges")
+        raise ValueError(
+            "the GGUF file's SentencePiece tokenizer has no score for each token, so no order of merges"
+        )
     prefix_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     model = BPE(
         {token: index for index, token in enumerate(tokens)},
-        _merges_by_score(tokens, scores, metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)),
+        _merges_by_score(
+            tokens, scores, metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+        ),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
     )
     backend = Tokenizer(model)
     replace = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix_space else replace
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix_space else replace
+    )
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
     return backend
@@ -105,9 +111,9 @@ def _merges_by_score(
 ) -> list[tuple[str, str]]:
     """Every way to put a normal piece together from two others, best piece first.
 
-    SentencePiece's BPE always performs the merge whose result scores highest, so a list of merges in that order does
-    the same. That holds while no two pieces share a score; where they do, as in a unigram model's vocabulary
-    written as BPE, SentencePiece goes by place in the text, which such a list cannot say.
+    SentencePiece's BPE always performs the merge whose result scores highest, so a list of merges in that
+    order does the same. That holds while no two pieces share a score; where they do, as in a unigram model's
+    vocabulary written as BPE, SentencePiece goes by place in the text, which such a list cannot say.
     """
     # control and byte tokens are never spelled out by merges
     index = {token: number for number, token in enumerate(tokens) if types[number] == _NORMAL}
@@ -121,7 +127,7 @@ def _merges_by_score(
         scored += [score] * bool(found)
     if any(first == second for first, second in pairwise(sorted(scored))):
         raise ValueError(
-            "the GGUF file's SentencePiece tokenizer gives several pieces one score, which its BPE form cannot "
-            "reproduce: use the model's Hugging Face directory instead"
+            "the GGUF file's SentencePiece tokenizer gives several pieces one score, which its BPE form "
+            "cannot reproduce: use the model's Hugging Face directory instead"
         )
     return [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]

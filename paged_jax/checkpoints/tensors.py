@@ -14,7 +14,10 @@ class LazyTensor(NamedTuple):
 
 
 class LazyTensors(Mapping[str, np.ndarray]):
-    """Hugging Face tensor names -> arrays; each look-up reads the array anew, so memory holds one at a time."""
+    """Hugging Face tensor names -> arrays.
+
+    Each look-up reads the array anew, so that memory need not hold more than one at a time.
+    """
 
     def __init__(self, entries: Mapping[str, LazyTensor]) -> None:
         self._entries = dict(entries)

@@ -1,7 +1,7 @@
 """From a Hugging Face `config.json` to a `ModelConfig`: which families the decoder can stand for, exactly.
 
-What the decoder cannot represent is refused by name: a model that loads and is subtly wrong is worse than one that
-does not load.
+What the decoder cannot represent is refused by name: a model that loads and is subtly wrong is worse than one
+that does not load.
 """
 
 import math
@@ -14,7 +14,11 @@ from paged_jax.models.config import ModelConfig, RopeScaling
 # What transformers assumes when a family's config.json leaves the key out.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048, "num_key_value_heads": None},
-    "MistralForCausalLM": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
 }
 _BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,9 +28,9 @@ _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a parsed `config.json` (Llama, and Mistral without an active sliding window).
 
-    Rope scaling is read from `rope_scaling` or `rope_parameters`, its kind from `rope_type` or the older `type`, and
-    fields left out get the defaults of transformers, so that the result says everything. Raises ValueError, naming
-    the key, for what the decoder cannot represent exactly.
+    Rope scaling is read from `rope_scaling` or `rope_parameters`, its kind from `rope_type` or the older
+    `type`, and fields left out get the defaults of transformers, so that the result says everything. Raises
+    ValueError, naming the key, for what the decoder cannot represent exactly.
     """
     family = _family(config)
     values = {**_FAMILY_DEFAULTS[family], **config}
@@ -93,7 +97,7 @@ def _dtype(values: Mapping[str, Any]) -> str:
 
 
 def _rope(values: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
-    """Theta and scaling, with the precedence and the defaults of transformers' `RotaryEmbeddingConfigMixin`."""
+    """Theta and scaling, with the precedence and the defaults of transformers."""
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if any(isinstance(v, Mapping) for v in rope.values()):
         raise ValueError(f"rope parameters per layer type ({', '.join(rope)}) are not supported")
@@ -110,7 +114,9 @@ def _rope(values: Mapping[str, Any], max_positions: int) -> tuple[float, RopeSca
         return theta, RopeScaling("linear", factor=_number(rope, "factor"))
     # a value beside the rope block wins over the one inside it, as in transformers
     original = _integer(
-        values, "original_max_position_embeddings", rope.get("original_max_position_embeddings") or max_positions
+        values,
+        "original_max_position_embeddings",
+        rope.get("original_max_position_embeddings") or max_positions,
     )
     if kind == "llama3":
         low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")

@@ -1,13 +1,13 @@
 """Writes hf_reference/: logits of Hugging Face's own Llama on tiny random models, the decoder's oracle.
 
-Run by hand, only when a variant is added, in an environment that has `torch` (CPU), `transformers` and `numpy`;
-the files here came from torch 2.13.0 and transformers 5.24.0:
+Run by hand, only when a variant is added, in an environment that has `torch` (CPU), `transformers` and
+`numpy`; the files here came from torch 2.13.0 and transformers 5.24.0:
 
     python tests/models/make_hf_reference.py
 
-Per variant: NAME.json, the config.json as `save_pretrained` writes it, and NAME.npz with `tokens` [501] int32,
-`positions` [P] and `logits` [P, vocab] float32 (every position where rope scaling is at stake, 64 of them elsewhere).
-Weights come from random_llama.random_weights(config, SEED), so they are not stored.
+Per variant: NAME.json, the config.json as `save_pretrained` writes it, and NAME.npz with `tokens` [501]
+int32, `positions` [P] and `logits` [P, vocab] float32 (every position where rope scaling is at stake, 64 of
+them elsewhere). Weights come from random_llama.random_weights(config, SEED), so they are not stored.
 """
 
 import json
@@ -39,7 +39,14 @@ SCALED = {
     "llama3": {**LLAMA3, "original_max_position_embeddings": 64, **THETA},
     "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
     "yarn": {**YARN, **THETA},
-    "yarn_explicit": {**YARN, "attention_factor": 0.8, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, **THETA},
+    "yarn_explicit": {
+        **YARN,
+        "attention_factor": 0.8,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        **THETA,
+    },
     "nested_theta": {"rope_type": "default", "rope_theta": 500000.0},
 }
 OTHERS = {
@@ -61,7 +68,9 @@ def main() -> None:
         config = LlamaConfig(**{**BASE, **extra}, architectures=["LlamaForCausalLM"], dtype="float32")
         model = LlamaForCausalLM(config).eval()
         weights = random_weights(config.to_dict(), SEED)
-        missing, unexpected = model.load_state_dict({k: torch.from_numpy(w) for k, w in weights.items()}, strict=False)
+        missing, unexpected = model.load_state_dict(
+            {k: torch.from_numpy(w) for k, w in weights.items()}, strict=False
+        )
         if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
             raise SystemExit(f"{name}: missing {missing}, unexpected {unexpected}")
         with torch.no_grad():

@@ -6,7 +6,9 @@ import numpy as np
 
 
 def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a Hugging Face Llama with this `config.json` (a tied head is left out)."""
+    """Name -> shape of every tensor of a Hugging Face Llama with this `config.json` (a tied head is left
+    out).
+    """
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -19,7 +21,10 @@ def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -36,8 +41,8 @@ def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 def random_weights(config: Mapping, seed: int) -> dict[str, np.ndarray]:
     """Float32 weights, drawn by sorted name from one generator, so that the same seed gives the same numbers.
 
-    Queries and keys are large enough for attention to be sharp: a wrong rotation then moves the logits far beyond
-    rounding. Embeddings are large enough for the best token to stand out.
+    Queries and keys are large enough for attention to be sharp: a wrong rotation then moves the logits far
+    beyond rounding. Embeddings are large enough for the best token to stand out.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -45,9 +50,7 @@ def random_weights(config: Mapping, seed: int) -> dict[str, np.ndarray]:
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
             weights[name] = 1.0 + 0.2 * noise
-        elif name.endswith(".bias"):
-            weights[name] = np.float32(0.3) * noise
-        elif "q_proj" in name or "k_proj" in name:
+        elif name.endswith(".bias") or "q_proj" in name or "k_proj" in name:
             weights[name] = np.float32(0.3) * noise
         elif "embed_tokens" in name or "lm_head" in name:
             weights[name] = np.float32(0.5) * noise
