@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Int
+from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 
+# unchecked: JAX rebuilds the tree around leaves of any kind, such as shapes
+@no_type_check
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["key_data", "temperature", "top_k", "top_p", "min_p", "last_token"],
@@ -18,19 +20,18 @@ from jaxtyping import Int
 class SamplingState:
     """One row per slot or, once gathered, per row of a batch: `SamplingParams` on the device."""
 
-    # plain Array: shapes would be checked when JAX rebuilds the tree around leaves that have none
-    key_data: Array
-    """uint32 [rows, 2]: the request's 64-bit seed as (high, low) words."""
-    temperature: Array
-    """float32 [rows]; 0 is greedy."""
-    top_k: Array
-    """int32 [rows]; below 1 or from the vocabulary's size up is off."""
-    top_p: Array
-    """float32 [rows]; 1 is off."""
-    min_p: Array
-    """float32 [rows]; 0 is off."""
-    last_token: Array
-    """int32 [rows]: the newest token, the input of the next decode."""
+    key_data: UInt32[Array, "rows 2"]
+    """The request's 64-bit seed as (high, low) words."""
+    temperature: Float32[Array, "rows"]
+    """0 is greedy."""
+    top_k: Int32[Array, "rows"]
+    """Below 1 or from the vocabulary's size up is off."""
+    top_p: Float32[Array, "rows"]
+    """1 is off."""
+    min_p: Float32[Array, "rows"]
+    """0 is off."""
+    last_token: Int32[Array, "rows"]
+    """The newest token, the input of the next decode."""
 
 
 def init_sampling_state(num_slots: int) -> SamplingState:
