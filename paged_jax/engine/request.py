@@ -37,6 +37,8 @@ class Request:
     """Mutable state of one request; only the scheduler and the engine write to it."""
 
     request_id: str
+    number: int
+    """Counts the engine's requests in order of arrival."""
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     seed: int

@@ -41,6 +41,6 @@ def ragged_paged_attention(
             scores = logit_soft_cap * jnp.tanh(scores / logit_soft_cap)
         probabilities = jax.nn.softmax(scores, axis=-1, where=visible[None, None])
         out = jnp.einsum("hgk,khd->hgd", probabilities, kv[:, :, 1], precision=lax.Precision.HIGHEST)
-        return out.reshape(num_heads, head_dim).astype(q.dtype)
+        return jnp.where(is_real, out, 0.0).reshape(num_heads, head_dim).astype(q.dtype)
 
     return lax.map(one_query, jnp.arange(num_tokens))

@@ -1,0 +1,1 @@
+"""The step loop, the scheduler and its policies. Imports no JAX."""

@@ -1,0 +1,1 @@
+"""Plans made into batches, and batches run."""

@@ -1,0 +1,35 @@
+"""The padded batch sizes that a step is compiled for."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from paged_jax.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Shape of a padded batch."""
+
+    num_tokens: int
+    num_seqs: int
+
+
+def make_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
+    """The engine's buckets, ascending; the last one holds the largest step that the scheduler may plan.
+
+    By default the token counts are powers of four up to max_num_seqs, max_num_seqs itself (a full batch of decodes
+    wastes nothing), then powers of two times it up to max_num_batched_tokens. A step of T tokens has at most
+    min(T, max_num_seqs) sequences.
+    """
+    sizes = config.token_buckets
+    if sizes is None:
+        seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+        small = {4**i for i in range(16) if 4**i < seqs}
+        large = {seqs * 2**i for i in range(32) if seqs * 2**i < budget}
+        sizes = tuple(sorted(small | large | {budget}))
+    return tuple(Bucket(tokens, min(tokens, config.max_num_seqs)) for tokens in sizes)
+
+
+def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int) -> Bucket:
+    """The smallest bucket that holds `num_tokens`."""
+    return buckets[bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)]

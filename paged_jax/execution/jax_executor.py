@@ -1,0 +1,219 @@
+"""Runs plans on a JAX device: one compiled step per bucket, pages and sampling state donated."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paged_jax.execution.batch import FROM_SLOT, Batch, BatchBuilder
+from paged_jax.execution.buckets import Bucket, pick_bucket
+from paged_jax.execution.plan import SchedulerOutput, StepResult
+from paged_jax.kv_cache.group import CacheGroup
+from paged_jax.models.attention import AttentionBatch, AttentionOptions, GroupBatch
+from paged_jax.models.decoder import Pages
+from paged_jax.sampling.sampler import sample
+from paged_jax.sampling.state import SamplingState, admit, gather, init_sampling_state, record
+from pallas_kernels.kv_pages import allocate_pages, page_shape, scatter_pages
+
+POISON_CHUNK = 64
+"""Blocks that are poisoned at a time, so that poisoning compiles once."""
+
+
+class Model(Protocol):
+    """What the executor asks of a model: an NNX module such as `Decoder`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        ...
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Which pages it needs."""
+        ...
+
+    def __call__(
+        self, token_ids: Int[Array, "T"], pages: Pages, batch: AttentionBatch, options: AttentionOptions
+    ) -> tuple[Float[Array, "hidden T"], Pages]:
+        """Final hidden states, and the pages with the tokens' keys and values stored."""
+        ...
+
+    def logits(self, hidden: Float[Array, "hidden S"]) -> Float[Array, "S vocab"]:
+        """Scores of the next token."""
+        ...
+
+
+def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: jnp.dtype, backend: str) -> int:
+    """Bytes of one block over all layers of all groups, in the physical page shape."""
+    return sum(
+        group.num_layers * int(np.prod(_page_shape(group, block_size, backend))) * jnp.dtype(dtype).itemsize
+        for group in groups
+    )
+
+
+def _page_shape(group: CacheGroup, block_size: int, backend: str) -> tuple[int, int, int]:
+    return page_shape(
+        backend, block_size=block_size, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim
+    )
+
+
+@dataclass(frozen=True)
+class JaxStepHandle:
+    """A step that runs on the device."""
+
+    tokens: jax.Array
+    """int32 [S], possibly still being computed."""
+    rows: list[int]
+    """Row of each scheduled request, or -1 for one that samples nothing."""
+    num_padded_tokens: int
+
+    def result(self) -> StepResult:
+        """Wait for the tokens and bring them to the host."""
+        tokens = np.asarray(self.tokens).tolist()
+        new = tuple((tokens[row],) if row >= 0 else () for row in self.rows)
+        return StepResult(new, self.num_padded_tokens)
+
+
+class JaxExecutor:
+    """Owns the device's state: weights, pages and sampling state.
+
+    Every bucket's step is compiled ahead of its first use, by `warm_up` or on demand, and a compiled step accepts no
+    other shape: nothing is ever recompiled unseen.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_request_len: int,
+        max_num_seqs: int,
+        buckets: tuple[Bucket, ...],
+        kv_dtype: jnp.dtype,
+        attention_implementation: str | None = None,
+        poison_freed_blocks: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.vocab_size = model.vocab_size
+        self.num_compilations = 0
+        self.compile_seconds = 0.0
+        self._graph, self._weights = nnx.split(model)
+        self._options = AttentionOptions(1 + num_blocks, attention_implementation)
+        backend = jax.default_backend()
+        self._pages: Pages = tuple(
+            allocate_pages(group.num_layers * (1 + num_blocks), _page_shape(group, block_size, backend), kv_dtype)
+            for group in model.cache_groups
+        )
+        self._sampling = init_sampling_state(max_num_seqs)
+        self._buckets = buckets
+        self._builder = BatchBuilder(
+            num_slots=max_num_seqs,
+            block_size=block_size,
+            max_request_len=max_request_len,
+            num_groups=len(model.cache_groups),
+        )
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._poison = self._compile_poison() if poison_freed_blocks else None
+
+    def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
+        """Start the step; the arrays it is made of are on their way when this returns."""
+        if self._poison is not None:
+            self._poison_blocks(plan.emptied_blocks)
+        bucket = pick_bucket(self._buckets, plan.num_tokens)
+        batch, rows = self._builder.build(plan, bucket)
+        tokens = self._run(bucket, batch)
+        sampling_rows = [row if part.samples else -1 for part, row in zip(plan.scheduled, rows, strict=True)]
+        return JaxStepHandle(tokens, sampling_rows, bucket.num_tokens - plan.num_tokens)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every bucket's step and run it once on padding; `progress(done, total)` is told after each."""
+        for done, bucket in enumerate(self._buckets):
+            self._run(bucket, self._builder.empty(bucket)).block_until_ready()
+            if progress is not None:
+                progress(done + 1, len(self._buckets))
+
+    def compiled_step(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The bucket's compiled step, for its `memory_analysis()` and text."""
+        return self._compiled(bucket)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Ascending."""
+        return self._buckets
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all pages, null blocks included."""
+        return sum(pages.nbytes for pages in self._pages)
+
+    def _run(self, bucket: Bucket, batch: Batch) -> jax.Array:
+        step = self._compiled(bucket)
+        self._pages, self._sampling, tokens = step(self._weights, self._pages, self._sampling, batch)
+        return tokens
+
+    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
+        if bucket not in self._steps:
+            step = jax.jit(self._step, donate_argnums=(1, 2))
+            self._steps[bucket] = self._compile(
+                step, self._weights, self._pages, self._sampling, self._builder.empty(bucket)
+            )
+        return self._steps[bucket]
+
+    def _compile(self, function: jax.stages.Wrapped, *args: object) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        compiled = function.lower(*args).compile()
+        self.compile_seconds += time.perf_counter() - start
+        self.num_compilations += 1
+        return compiled
+
+    def _step(
+        self, weights: nnx.State, pages: Pages, sampling: SamplingState, batch: Batch
+    ) -> tuple[Pages, SamplingState, Int[Array, "S"]]:
+        """The pure function that is compiled: embed, layers, logits of the rows that need them, sample."""
+        model: Model = nnx.merge(self._graph, weights)
+        sampling = admit(sampling, batch.admitted_slots, batch.admitted_rows)
+        token_ids = jnp.where(
+            batch.token_ids == FROM_SLOT, sampling.last_token[batch.token_slots], batch.token_ids
+        )
+        attention = AttentionBatch(
+            positions=batch.positions,
+            write_offsets=batch.write_offsets,
+            kv_lens=batch.kv_lens,
+            cu_q_lens=batch.cu_q_lens,
+            num_seqs=batch.num_seqs,
+            groups=tuple(
+                GroupBatch(*group) for group in zip(batch.block_tables, batch.write_blocks, strict=True)
+            ),
+        )
+        hidden, pages = model(token_ids, pages, attention, self._options)
+        logits = model.logits(hidden[:, batch.logit_rows])
+        rows = gather(sampling, batch.sample_slots)
+        tokens = sample(logits, rows, jnp.zeros_like(batch.sample_positions), batch.sample_positions)
+        return pages, record(sampling, batch.sample_slots, tokens), tokens
+
+    def _compile_poison(self) -> jax.stages.Compiled:
+        def poison(pages: Pages, block_ids: Int[Array, "P"]) -> Pages:
+            def fill(group: jax.Array) -> jax.Array:
+                layers = group.shape[0] // self._options.blocks_per_layer
+                blocks = jnp.full((layers, block_ids.shape[0], *group.shape[1:]), jnp.nan, group.dtype)
+                return scatter_pages(group, block_ids, blocks, blocks_per_layer=self._options.blocks_per_layer)
+
+            return tuple(fill(group) for group in pages)
+
+        block_ids = jnp.zeros(POISON_CHUNK, jnp.int32)
+        return self._compile(jax.jit(poison, donate_argnums=0), self._pages, block_ids)
+
+    def _poison_blocks(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks that hold nothing with NaN, so that a read of one cannot go unseen."""
+        for first in range(0, len(block_ids), POISON_CHUNK):
+            padded = np.zeros(POISON_CHUNK, np.int32)  # the null block may be poisoned too: nobody reads it
+            chunk = block_ids[first : first + POISON_CHUNK]
+            padded[: len(chunk)] = chunk
+            self._pages = self._poison(self._pages, padded)

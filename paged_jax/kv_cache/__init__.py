@@ -1,0 +1,1 @@
+"""Blocks, block tables and prefix caches. Imports no JAX."""

@@ -1,0 +1,1 @@
+"""Prefix caches, one file each."""

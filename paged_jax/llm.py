@@ -1,0 +1,255 @@
+"""The facade: load a model, generate."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm.auto import tqdm
+
+from paged_jax.checkpoints.resolve import Checkpoint, resolve
+from paged_jax.checkpoints.tokenizer import Tokenizer
+from paged_jax.config import EngineConfig, parse
+from paged_jax.engine.clock import Clock, WallClock
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.request import Request
+from paged_jax.execution.buckets import make_buckets
+from paged_jax.execution.jax_executor import JaxExecutor, bytes_per_block
+from paged_jax.models.decoder import Decoder, stack_layers
+from paged_jax.models.weights import dummy_decoder, load_decoder
+from paged_jax.outputs import RequestOutput
+from paged_jax.sampling.params import SamplingParams
+
+DEFAULT_CPU_KV_CACHE_MEMORY = 1 << 30
+DEFAULT_MEMORY_UTILIZATION = 0.9
+
+type Prompt = str | Mapping[str, Sequence[int]]
+type Message = Mapping[str, str]
+
+
+class EngineFactory:
+    """Builds engines over one model: its weights are loaded once for each dtype and shared by all."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self._checkpoints: dict[str, Checkpoint] = {}
+        self._decoders: dict[tuple[Any, ...], Decoder] = {}
+
+    def __call__(self, config: EngineConfig, *, clock: Clock | None = None) -> Engine:
+        """An engine with a KV cache of its own. Raises ValueError for settings that this model cannot have."""
+        checkpoint = self._checkpoint(config)
+        backend = jax.default_backend()
+        dtype = _dtype(config, checkpoint, backend)
+        kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+        max_model_len = _max_model_len(config, checkpoint)
+        decoder = self._decoder(config, checkpoint, dtype, backend)
+        num_blocks = _num_blocks(config, decoder, kv_dtype, backend, max_model_len)
+        executor = JaxExecutor(
+            decoder,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_request_len=min(max_model_len, num_blocks * config.block_size),
+            max_num_seqs=config.max_num_seqs,
+            buckets=make_buckets(config),
+            kv_dtype=kv_dtype,
+            attention_implementation=(
+                None if config.attention_implementation == "auto" else config.attention_implementation
+            ),
+            poison_freed_blocks=config.debug,
+        )
+        return Engine(
+            config,
+            executor,
+            clock=clock or WallClock(),
+            tokenizer=checkpoint.tokenizer,
+            max_model_len=max_model_len,
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+        )
+
+    def _checkpoint(self, config: EngineConfig) -> Checkpoint:
+        if config.load_format not in self._checkpoints:
+            self._checkpoints[config.load_format] = resolve(self.model, config.load_format)
+        return self._checkpoints[config.load_format]
+
+    def _decoder(self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str) -> Decoder:
+        scanned = config.layer_loop == "scanned" or (config.layer_loop == "auto" and backend != "cpu")
+        seed = config.seed if checkpoint.tensors is None else None
+        key = (dtype, scanned, seed)
+        if key not in self._decoders:
+            if checkpoint.tensors is None:
+                decoder = dummy_decoder(checkpoint.config, config.seed, dtype)
+            else:
+                decoder = load_decoder(checkpoint.config, checkpoint.tensors, dtype)
+            self._decoders[key] = stack_layers(decoder) if scanned else decoder
+        return self._decoders[key]
+
+
+def build_engine(model: str, config: EngineConfig, *, clock: Clock | None = None) -> Engine:
+    """An engine over a model: a catalogue name, a Hugging Face directory, a .gguf file or a hub id."""
+    return EngineFactory(model)(config, clock=clock)
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> jnp.dtype:
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if backend == "cpu" else checkpoint.config.dtype)
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    trained = checkpoint.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > trained:
+        raise ValueError(f"max_model_len ({config.max_model_len}) is more than the {trained} tokens of {checkpoint.name}")
+    return config.max_model_len or trained
+
+
+def _num_blocks(
+    config: EngineConfig, decoder: Decoder, kv_dtype: jnp.dtype, backend: str, max_model_len: int
+) -> int:
+    """Usable blocks: as configured, or as many as the budget holds beside each layer's null block."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    per_block = bytes_per_block(decoder.cache_groups, config.block_size, kv_dtype, backend)
+    if backend == "cpu":
+        if config.memory_utilization is not None:
+            raise ValueError("memory_utilization has no effect on a CPU: set kv_cache_memory")
+        budget = config.kv_cache_memory or DEFAULT_CPU_KV_CACHE_MEMORY
+    elif config.kv_cache_memory is not None:
+        budget = config.kv_cache_memory
+    else:
+        stats = jax.local_devices()[0].memory_stats()
+        share = config.memory_utilization or DEFAULT_MEMORY_UTILIZATION
+        budget = int(stats["bytes_limit"] * share) - stats["bytes_in_use"]
+    count = budget // per_block - 1
+    if count < 1:
+        raise ValueError(
+            f"the KV budget of {budget:,} bytes does not hold two blocks of {per_block:,} bytes: "
+            "give more memory or a smaller block_size"
+        )
+    # more than every slot's longest request can never be used
+    return min(count, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+class LLM:
+    """A model ready to generate, after vLLM's class of the same name.
+
+    Args:
+        model: a catalogue name, a Hugging Face directory, a .gguf file or a hub id.
+        **engine: fields of `EngineConfig`, such as `block_size=32`.
+
+    Raises ValueError or FileNotFoundError, one sentence, for a model or settings that cannot work.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **engine: Any) -> None:
+        self.engine = build_engine(model, parse(EngineConfig, engine))
+        self._request_ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own; ValueError if it has none."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a string, or `{"prompt_token_ids": [...]}`. Results come in the prompts' order.
+
+        One `sampling_params` serves all prompts, a sequence gives each its own. Raises ValueError, naming the prompt,
+        before anything runs when one of them cannot be served.
+        """
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._generate([_prompt(p) for p in prompts], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several: messages are `{"role": ..., "content": ...}`."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.encode_chat([dict(m) for m in c]) for c in conversations]
+        return self._generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Complete one prompt, or answer one conversation, and yield the text piece by piece as it becomes certain.
+
+        What might still turn out to be part of a stop string is held back. Closing the iterator aborts the request.
+        """
+        if isinstance(prompt, str | Mapping):
+            tokens = _prompt(prompt)
+        else:
+            tokens = self.tokenizer.encode_chat([dict(m) for m in prompt])
+        request = self._add([tokens], sampling_params)[0]
+        try:
+            shown = 0
+            while not request.is_finished:
+                self.engine.step()
+                text = request.text.text if request.text else ""
+                if len(text) > shown:
+                    yield text[shown:]
+                    shown = len(text)
+        finally:
+            self.engine.abort(request.request_id)
+
+    def _generate(
+        self,
+        prompts: list[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        requests = self._add(prompts, sampling_params)
+        try:
+            with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar:
+                tokens = 0
+                while not all(request.is_finished for request in requests):
+                    advanced = self.engine.step()
+                    tokens += len(advanced)
+                    seconds = bar.format_dict["elapsed"]
+                    bar.set_postfix_str(f"{tokens / max(seconds, 1e-9):.0f} tokens/s", refresh=False)
+                    bar.update(sum(request.is_finished for request in advanced))
+        finally:
+            for request in requests:  # those that an interrupt has left unfinished
+                self.engine.abort(request.request_id)
+        return [RequestOutput.from_request(request) for request in requests]
+
+    def _add(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Queue all prompts, or none if one is refused."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
+        requests: list[Request] = []
+        try:
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    requests.append(self.engine.add_request(str(next(self._request_ids)), prompt, own))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        except ValueError:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        return requests
+
+
+def _prompt(prompt: Prompt) -> str | Sequence[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
+        raise ValueError('a prompt is a string or {"prompt_token_ids": [...]}')
+    return prompt["prompt_token_ids"]

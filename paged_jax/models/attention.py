@@ -1,0 +1,98 @@
+"""Grouped-query attention through the KV pages."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.layers import Linear
+from paged_jax.models.positions import apply_rope
+from pallas_kernels.kv_pages import write_kv_pages
+from pallas_kernels.paged_attention import ragged_paged_attention
+
+type RopeTables = tuple[Float[Array, "T 1 D/2"], Float[Array, "T 1 D/2"]]
+
+
+class GroupBatch(NamedTuple):
+    """Where the tokens of a batch are in one cache group's pages. Padding points at the null block, 0."""
+
+    block_tables: Int[Array, "S W"]
+    write_blocks: Int[Array, "T"]
+
+
+class AttentionBatch(NamedTuple):
+    """The ragged structure of a flat batch: sequence s owns tokens cu_q_lens[s]:cu_q_lens[s+1]."""
+
+    positions: Int[Array, "T"]
+    write_offsets: Int[Array, "T"]
+    kv_lens: Int[Array, "S"]
+    cu_q_lens: Int[Array, "S+1"]
+    num_seqs: Int[Array, "1"]
+    groups: tuple[GroupBatch, ...]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What the compiled step fixes about attention."""
+
+    blocks_per_layer: int
+    """Null block included."""
+    implementation: str | None = None
+    """Of ragged_paged_attention; None picks by platform."""
+
+
+class Attention(nnx.Module):
+    """Project, turn, store keys and values in the pages, attend through the pages, project back."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = Linear(hidden, self.num_heads * self.head_dim, bias=bias, dtype=dtype)
+        self.k_proj = Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias, dtype=dtype)
+        self.v_proj = Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias, dtype=dtype)
+        self.o_proj = Linear(self.num_heads * self.head_dim, hidden, bias=bias, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "hidden T"],
+        kv_pages: Float[Array, "N B 2*Hkv D"],
+        layer: int | Int[Array, ""],
+        group: GroupBatch,
+        batch: AttentionBatch,
+        rope: RopeTables,
+        options: AttentionOptions,
+    ) -> tuple[Float[Array, "hidden T"], Float[Array, "N B 2*Hkv D"]]:
+        """`layer` counts within the cache group, whose pages these are."""
+
+        def heads(y: jax.Array, count: int) -> jax.Array:
+            return y.T.reshape(-1, count, self.head_dim)
+
+        q = apply_rope(heads(self.q_proj(x), self.num_heads), rope)
+        k = apply_rope(heads(self.k_proj(x), self.num_kv_heads), rope)
+        v = heads(self.v_proj(x), self.num_kv_heads)
+        kv_pages = write_kv_pages(
+            kv_pages,
+            k,
+            v,
+            group.write_blocks,
+            batch.write_offsets,
+            layer=layer,
+            blocks_per_layer=options.blocks_per_layer,
+        )
+        out = ragged_paged_attention(
+            q,
+            kv_pages,
+            batch.kv_lens,
+            group.block_tables,
+            batch.cu_q_lens,
+            batch.num_seqs,
+            layer=layer,
+            blocks_per_layer=options.blocks_per_layer,
+            scale=self.head_dim**-0.5,
+            implementation=options.implementation,
+        )
+        return self.o_proj(out.reshape(out.shape[0], -1).T), kv_pages
