@@ -49,7 +49,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 def test_listing_models_imports_nothing_heavy():
     code = (
-        "import json, sys, paged_jax.catalog.fetch; from paged_jax.catalog.entries import entries; entries(); "
+        "import json, sys, paged_jax.catalog.fetch; from paged_jax.catalog.entries import entries; entries();"
         "heavy = ('jax', 'numpy', 'gguf', 'tokenizers', 'huggingface_hub', 'pandas'); "
         "print(json.dumps([m for m in heavy if m in sys.modules]))"
     )
