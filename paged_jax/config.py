@@ -108,7 +108,7 @@ def _sentence(model: type[StrictModel], error: Any, where: str) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{nearest(path[-1], list(fields))}"
     message = error["msg"].removeprefix("Value error, ")
-    if not key:
+    if not path:  # a rule about several keys: printing all of them would hide the sentence
         return message
     if error["type"] == "missing":
         return f"{key} is missing"

@@ -1,0 +1,1 @@
+"""Experiments from one YAML file: settings, workloads, trials, metrics, tables and figures."""

@@ -1,0 +1,200 @@
+"""Figures that survive a two-column page and a black-and-white printer: markers, line styles and hatches, not
+only colour.
+
+Error bars are 95 % intervals over seeds. Figures are 3.3 inches wide, a column of most conference styles.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from paged_jax.experiments.config import ExperimentConfig
+from paged_jax.experiments.metrics import KV_SHARES, METRICS
+from paged_jax.experiments.summary import SettingSummary
+
+_WIDTH_IN = 3.3
+_PANEL_HEIGHT_IN = 2.1
+_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#000000",
+)  # Okabe and Ito: colour-blind safe
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+_PARTS = dict(
+    zip(KV_SHARES, (("0.55", ""), ("#E69F00", "////"), ("#56B4E9", "...."), ("white", "")), strict=True)
+)
+"""Colour and hatch of each part of the KV pool."""
+_STYLE = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "0.85",
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
+    "pdf.fonttype": 42,  # fonts that publishers accept
+    "svg.fonttype": "none",
+}
+
+
+def write_figures(
+    config: ExperimentConfig, summaries: Sequence[SettingSummary], directory: Path
+) -> list[Path]:
+    """Write each figure as PNG (200 dpi) and PDF; returns the files. Nothing swept, no figures."""
+    if config.x is None:
+        return []
+    directory.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, panels in config.report.panels.items():
+        with matplotlib.rc_context(_STYLE):
+            figure = draw(config, summaries, panels)
+            for suffix in (".png", ".pdf"):
+                written.append(directory / f"{name}{suffix}")
+                figure.savefig(written[-1], dpi=200)
+    return written
+
+
+def draw(
+    config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: Sequence[Sequence[str]]
+) -> Figure:
+    """One figure with a panel for each group of metrics, one below the other."""
+    figure = Figure(figsize=(_WIDTH_IN, _PANEL_HEIGHT_IN * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    series: dict[tuple[Any, ...], list[SettingSummary]] = {}
+    for summary in summaries:
+        key = tuple(summary.setting.values[k] for k in config.series_keys)
+        series.setdefault(key, []).append(summary)
+    for panel, ax in zip(panels, axes, strict=True):
+        if set(panel) <= set(KV_SHARES) and len(panel) > 1 and len(series) == 1:
+            _stacked_bars(config, summaries, panel, ax)
+        else:
+            _lines(config, series, panel, ax)
+    axes[-1].set_xlabel(_axis_name(config.x or ""))
+    return figure
+
+
+def _lines(
+    config: ExperimentConfig,
+    series: dict[tuple[Any, ...], list[SettingSummary]],
+    panel: Sequence[str],
+    ax: Axes,
+) -> None:
+    xs = list(dict.fromkeys(s.setting.values[config.x or ""] for points in series.values() for s in points))
+    place = _place_x(xs, ax)
+    estimates = {
+        (name, key): [s.metrics[name].estimate for s in points]
+        for name in panel
+        for key, points in series.items()
+    }
+    factor, unit = METRICS[panel[0]].display([e.mean for row in estimates.values() for e in row])
+    labels = [METRICS[name].label for name in panel]
+    shared = labels[0] if len(panel) == 1 else _common_words(labels)
+    for i, ((name, key), row) in enumerate(estimates.items()):
+        words = [METRICS[name].label.removeprefix(shared).strip()] if len(panel) > 1 else []
+        words += [f"{k.rpartition('.')[2]}={v}" for k, v in zip(config.series_keys, key, strict=True)]
+        ax.errorbar(
+            [place[s.setting.values[config.x or ""]] for s in series[key]],
+            [e.mean * factor for e in row],
+            yerr=[0 if e.half_width != e.half_width else e.half_width * factor for e in row],
+            label=", ".join(words),
+            color=_COLOURS[i % len(_COLOURS)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            linestyle=_LINES[i % len(_LINES)],
+            markerfacecolor=_COLOURS[i % len(_COLOURS)] if i % 2 == 0 else "white",
+            markersize=3.5,
+            linewidth=1.1,
+            elinewidth=0.8,
+            capsize=2,
+        )
+    label = shared or "value"
+    ax.set_ylabel(f"{label} ({unit})" if unit else label)
+    if all(e.mean >= 0 for row in estimates.values() for e in row):
+        ax.set_ylim(bottom=0)
+    if len(estimates) > 1:
+        _legend(ax, len(estimates))
+
+
+def _stacked_bars(
+    config: ExperimentConfig, summaries: Sequence[SettingSummary], panel: Sequence[str], ax: Axes
+) -> None:
+    positions = range(len(summaries))
+    bottom = [0.0] * len(summaries)
+    for name in panel:
+        colour, hatch = _PARTS[name]
+        heights = [100 * s.metrics[name].estimate.mean for s in summaries]
+        ax.bar(
+            positions,
+            heights,
+            0.72,
+            bottom=bottom,
+            label=METRICS[name].label,
+            color=colour,
+            hatch=hatch,
+            edgecolor="black",
+            linewidth=0.6,
+        )
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    ax.set_xticks(positions, [str(s.setting.values[config.x or ""]) for s in summaries])
+    ax.grid(False, axis="x")
+    ax.set_ylim(0, 100)
+    ax.set_ylabel("KV pool (%)")
+    _legend(ax, len(panel))
+
+
+def _legend(ax: Axes, entries: int) -> None:
+    """Above the axes, where it hides no data."""
+    ax.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=min(2, entries),
+        frameon=False,
+        handlelength=2.6,
+        columnspacing=1.2,
+    )
+
+
+def _place_x(xs: Sequence[Any], ax: Axes) -> dict[Any, float]:
+    """Where each value lies: numbers on a scale (log2 if they span a factor of 8), others side by side."""
+    numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
+    place = {x: float(x) if numeric else float(i) for i, x in enumerate(xs)}
+    if numeric and min(xs) > 0 and max(xs) / min(xs) >= 8:
+        ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(list(place.values())))
+    ax.xaxis.set_major_formatter(FixedFormatter([str(x) for x in xs]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    if not numeric:
+        ax.set_xlim(-0.5, len(xs) - 0.5)
+    return place
+
+
+def _axis_name(key: str) -> str:
+    """`engine.block_size` as words with its unit, where the unit is known."""
+    name = key.rpartition(".")[2]
+    units = {"block_size": "tokens", "max_num_batched_tokens": "tokens", "request_rate": "requests/s"}
+    words = name.replace("_", " ")
+    return f"{words} ({units[name]})" if name in units else words
+
+
+def _common_words(labels: Sequence[str]) -> str:
+    """What the labels of one axis share: `TTFT p50` and `TTFT p95` give `TTFT`."""
+    shared = []
+    for words in zip(*(label.split() for label in labels), strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return " ".join(shared)

@@ -1,0 +1,189 @@
+"""Tables, notes and figures of a finished experiment, to read in a terminal and to print in a paper."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paged_jax.experiments.config import ExperimentConfig, Setting, settings
+from paged_jax.experiments.environment import COMPARABLE
+from paged_jax.experiments.metrics import METRICS
+from paged_jax.experiments.plots import write_figures
+from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
+from paged_jax.experiments.tables import Table, deviation, with_interval
+from paged_jax.experiments.trials import Trial
+
+
+def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]], directory: Path) -> str:
+    """Write summary.csv, .md, .tex and figures/ from all trials; returns the text for a terminal."""
+    summaries = summarise(config, records)
+    tables = make_tables(config, summaries)
+    runs = _runs(directory)
+    notes = make_notes(config, records, runs)
+    to_frame(summaries).to_csv(directory / "summary.csv", index=False)
+    figures = write_figures(config, summaries, directory / "figures")
+    markdown = [
+        f"# {config.name}",
+        "",
+        _design(config, runs),
+        "",
+        *(table.markdown() for table in tables),
+        *(f"- {note}" for note in notes),
+        "",
+        *(f"![{path.stem}](figures/{path.name})\n" for path in figures if path.suffix == ".png"),
+        "### Metrics",
+        "",
+        *(f"- `{name}`: {METRICS[name].definition}." for name in config.report.y),
+        "",
+    ]
+    (directory / "summary.md").write_text("\n".join(markdown), encoding="utf-8")
+    latex = ["% needs \\usepackage{booktabs}", *(table.latex() for table in tables)]
+    (directory / "summary.tex").write_text("\n".join(latex), encoding="utf-8")
+    return "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])
+
+
+def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -> list[Table]:
+    """Means with intervals; paired differences, if there is a baseline; noise beside variation."""
+    enough = "mean ± 95 % interval over seeds" if len(config.seeds) > 1 else "means (one seed: no intervals)"
+    tables = [
+        _table(config, f"{config.name}: {enough}", summaries, lambda m, f: with_interval(m.estimate, f)),
+    ]
+    if config.report.baseline is not None and config.x is not None:
+        name = f"{config.x.rpartition('.')[2]}={config.report.baseline}"
+        compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
+        title = (
+            f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
+        )
+        tables += [_table(config, title, compared, _difference_cell)] if compared else []
+    title = f"{config.name}: noise (sd between repeats) / variation (sd between seeds)"
+    tables.append(_table(config, title, summaries, _deviations_cell))
+    return tables
+
+
+def make_notes(
+    config: ExperimentConfig, records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What a reader must know besides the numbers, one sentence each."""
+    return [
+        _tokens_note(config, records),
+        _compilation_note(records, runs),
+        *_truncation_notes(records),
+        *_mixed_runs_notes(runs),
+    ]
+
+
+def _table(
+    config: ExperimentConfig,
+    title: str,
+    summaries: Sequence[SettingSummary],
+    cell: Callable[[MetricSummary, float], str],
+) -> Table:
+    swept = list(summaries[0].setting.values) if summaries else []
+    columns = {
+        name: METRICS[name].display([s.metrics[name].estimate.mean for s in summaries])
+        for name in config.report.y
+    }
+    return Table(
+        title,
+        (*(key.rpartition(".")[2] for key in swept), *(METRICS[name].label for name in columns)),
+        (*("" for _ in swept), *(unit for _, unit in columns.values())),
+        tuple(
+            (
+                *(_value(v) for v in s.setting.values.values()),
+                *(cell(s.metrics[name], factor) for name, (factor, _) in columns.items()),
+            )
+            for s in summaries
+        ),
+    )
+
+
+def _difference_cell(m: MetricSummary, factor: float) -> str:
+    if m.difference is None:
+        return ""
+    clear = math.isfinite(m.difference.half_width) and not m.difference.low <= 0 <= m.difference.high
+    return with_interval(m.difference, factor, signed=True) + (" *" if clear else "  ")
+
+
+def _deviations_cell(m: MetricSummary, factor: float) -> str:
+    mean = m.estimate.mean * factor
+    return f"{deviation(m.noise * factor, mean)} / {deviation(m.variation * factor, mean)}"
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (tuple, list, dict)) or value is None else str(value)
+
+
+def _design(config: ExperimentConfig, runs: Sequence[Mapping[str, Any]]) -> str:
+    points = len(settings(config))
+    text = (
+        f"`{config.model}`: {points} setting{'s' * (points > 1)} x {len(config.seeds)} seeds (workloads) x "
+        f"{config.repeats} repeats, interleaved in random order."
+    )
+    if not runs:
+        return text
+    last = runs[-1]
+    return (
+        f"{text} Ran on {last['device']['kind']} ({last['cpu']['model']}, {last['cpu']['count']} CPUs), "
+        f"JAX {last['versions']['jax']}, commit {last['git_commit'] or 'unknown'}"
+        f"{' with uncommitted changes' if last['git_changes'] else ''}."
+    )
+
+
+def _tokens_note(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the settings that served the same workload generated the same tokens."""
+    by_key = {record["key"]: record["tokens_sha256"] for record in records}
+    groups: dict[Any, dict[str, list[Setting]]] = defaultdict(lambda: defaultdict(list))
+    for point in settings(config):
+        for seed in config.seeds:
+            for repeat in range(config.repeats):
+                tokens = by_key[Trial(point, seed, repeat, config.model, config.executor).key]
+                groups[(point.workload, seed)][tokens].append(point)
+    different = {seed for (_, seed), hashes in groups.items() if len(hashes) > 1}
+    if not different:
+        return "Every setting generated identical tokens on each workload, in every repeat."
+    (_, seed), hashes = next(item for item in groups.items() if len(item[1]) > 1)
+    sides = [" / ".join(dict.fromkeys(p.label for p in points)) for points in hashes.values()]
+    return (
+        f"WARNING: generated tokens differ between trials of one workload for {len(different)} of "
+        f"{len(config.seeds)} seeds; for seed {seed}: {' against '.join(sides)}."
+    )
+
+
+def _compilation_note(records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
+    warm_ups = [w for run in runs for w in run["warm_up"]]
+    programs = sum(w["compilations"] for w in warm_ups)
+    seconds = sum(w["compile_s"] for w in warm_ups)
+    during = sum(record["metrics"]["compilations"] for record in records)
+    note = f"{programs} programs were compiled in {seconds:.1f} s of warm-up, outside the timings"
+    if during:
+        return (
+            f"WARNING: {during:.0f} more were compiled inside timed trials, which are slower for it; {note}."
+        )
+    return f"{note}, and none during a trial."
+
+
+def _truncation_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    truncated = sum(record["metrics"]["truncated_requests"] for record in records)
+    if not truncated:
+        return []
+    return [
+        f"WARNING: {truncated:.0f} requests ended before their length: the KV cache or max_model_len may be "
+        "too small for them."
+    ]
+
+
+def _mixed_runs_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    differing = [key for key in COMPARABLE if len({json.dumps(run[key], sort_keys=True) for run in runs}) > 1]
+    if not differing:
+        return []
+    return [
+        f"WARNING: the trials come from {len(runs)} runs that differ in {', '.join(differing)} "
+        "(environment.json): run again with --fresh before comparing their timings."
+    ]
+
+
+def _runs(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "environment.json"
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []

@@ -1,0 +1,158 @@
+"""Trials: their plan, and the file that remembers those that are done."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedSeq
+
+from paged_jax.experiments.config import ExperimentConfig, Setting, as_plain, settings
+
+_ORDER_SEED = 20230917
+"""Of the order of trials; fixed, so that a resumed run goes on in the order that was begun."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting on one workload, once."""
+
+    setting: Setting
+    seed: int
+    repeat: int
+    model: str
+    executor: str
+
+    @cached_property
+    def key(self) -> str:
+        """Fingerprint of everything that the trial's numbers depend on, but for the machine and the code."""
+        parts = [
+            self.model,
+            self.executor,
+            self.setting.engine.model_dump(),
+            self.setting.workload.model_dump(),
+        ]
+        text = json.dumps(parts, sort_keys=True)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-seed{self.seed}-repeat{self.repeat}"
+
+
+def plan(config: ExperimentConfig) -> list[Trial]:
+    """All trials in the order in which they run.
+
+    Randomised complete blocks: every setting runs once, in random order, before any runs again, so that a
+    drift of the machine falls on all settings alike.
+    """
+    rng = np.random.default_rng(_ORDER_SEED)
+    points = settings(config)
+    blocks = [(seed, repeat) for repeat in range(config.repeats) for seed in config.seeds]
+    return [
+        Trial(points[i], seed, repeat, config.model, config.executor)
+        for seed, repeat in (blocks[b] for b in rng.permutation(len(blocks)))
+        for i in rng.permutation(len(points))
+    ]
+
+
+class TrialLog:
+    """`trials.jsonl`: one line per finished trial. A line is on the disk before `append` returns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "trials.jsonl"
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Records by trial key. A last line that a kill cut off is removed from the file."""
+        if not self.path.exists():
+            return {}
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        records = {}
+        for number, line in enumerate(whole.decode("utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                records[record["key"]] = record
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise ValueError(
+                    f"line {number} of {self.path} is not a trial: remove the line, and its trial runs again"
+                ) from None
+        return records
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one trial; NaN is written as null, which every JSON reader knows."""
+        metrics = {k: None if math.isnan(v) else v for k, v in record["metrics"].items()}
+        line = json.dumps({**record, "metrics": metrics}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def check_same_experiment(
+    config: ExperimentConfig, trials: Iterable[Trial], done: Iterable[str], directory: Path
+) -> None:
+    """Raise ValueError, naming the keys that differ, if the directory has trials of another experiment."""
+    strangers = set(done) - {trial.key for trial in trials}
+    if not strangers:
+        return
+    difference = _difference(directory / "config.yaml", config)
+    raise ValueError(
+        f"{directory} holds {len(strangers)} trials of a different configuration"
+        f"{f' ({difference})' if difference else ''}: "
+        "discard them with --fresh, or keep them and give this experiment another name or output directory"
+    )
+
+
+def plain_config(config: ExperimentConfig) -> dict[str, Any]:
+    """The experiment in the types that YAML and JSON have."""
+    return json.loads(json.dumps(as_plain(config)))
+
+
+def write_config(config: ExperimentConfig, path: Path) -> None:
+    """Write the experiment as a file that `load_experiment` reads, with every default spelled out."""
+    yaml = YAML()
+    yaml.width = 110
+    with path.open("w", encoding="utf-8") as file:
+        yaml.dump(_lists_inline(plain_config(config)), file)
+
+
+def _lists_inline(value: Any) -> Any:
+    """The same values, with lists marked to be written on one line."""
+    if isinstance(value, dict):
+        return {k: _lists_inline(v) for k, v in value.items()}
+    if not isinstance(value, list):
+        return value
+    sequence = CommentedSeq(map(_lists_inline, value))
+    sequence.fa.set_flow_style()
+    return sequence
+
+
+def _difference(path: Path, config: ExperimentConfig) -> str:
+    """Such as `engine.max_num_seqs is 8 there and 16 here`; at most three of them."""
+    if not path.exists():
+        return ""
+    there = _flat(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")))
+    here = _flat(plain_config(config))
+    keys = [
+        key
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key) and key != "name" and not key.startswith("report.")
+    ]
+    words = [
+        f"{key} is {there.get(key, 'unset')} there and {here.get(key, 'unset')} here" for key in keys[:3]
+    ]
+    return "; ".join(words + [f"and {len(keys) - 3} more"] * (len(keys) > 3))
+
+
+def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {where + key: value}
+    return flat

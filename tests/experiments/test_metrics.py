@@ -1,0 +1,137 @@
+"""A schedule computed by hand: block size 4, 4 blocks (16 slots), steps of 1 s, two requests, one preemption.
+
+A (prompt 4, 3 outputs) and B (prompt 6, 2 outputs) arrive at 0 and 0.5.
+  step 0-1  A prefills 4: holds 4 tokens in 1 block. A gains token 1.
+  step 1-2  A decodes (5 tokens, 2 blocks), B prefills 6 (2 blocks). A token 2, B token 1.
+  step 2-3  B is preempted, 1 of its 2 blocks stays cached. A decodes (6 tokens), ends with token 3.
+  step 4-6  (the clock was idle for 1 s) B recomputes 7 tokens (2 blocks), ends with token 2.
+"""
+
+import math
+
+import pytest
+
+from paged_jax.engine.request import Request, RequestMetrics, RequestStatus
+from paged_jax.engine.stats import KVUsage, StepStats
+from paged_jax.experiments.metrics import METRICS, Metric, latencies, tokens_sha256, trial_metrics
+from paged_jax.sampling.params import SamplingParams
+
+
+def request(name, prompt_len, outputs, metrics, max_tokens=None):
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens or len(outputs))
+    r = Request(
+        request_id=name,
+        number=0,
+        prompt_token_ids=tuple(range(prompt_len)),
+        sampling_params=params,
+        seed=0,
+        max_total_tokens=64,
+        metrics=metrics,
+    )
+    r.token_ids += outputs
+    r.status = RequestStatus.FINISHED
+    return r
+
+
+@pytest.fixture
+def requests():
+    a = RequestMetrics(0.0, 0.0, 1.0, 3.0, [1.0, 2.0, 3.0])
+    b = RequestMetrics(0.5, 1.0, 2.0, 6.0, [2.0, 6.0], num_preemptions=1, num_cached_tokens=4)
+    return [request("A", 4, [11, 12, 13], a), request("B", 6, [21, 22], b)]
+
+
+def step(start, end, tokens, padded, decodes, running, waiting, preempted, blocks, kv):
+    return StepStats(
+        start, end, tokens, padded, decodes, running, waiting, preempted, blocks, blocks, KVUsage(*kv)
+    )
+
+
+STEPS = [
+    step(0, 1, 4, 0, 0, 1, 0, 0, 1, (4, 0, 0, 12)),
+    step(1, 2, 7, 1, 1, 2, 0, 0, 4, (11, 5, 0, 0)),
+    step(2, 3, 1, 3, 1, 1, 1, 1, 2, (6, 2, 4, 4)),
+    step(4, 6, 7, 1, 0, 1, 0, 0, 2, (7, 1, 4, 4)),
+]
+
+
+def test_metrics_of_the_schedule(requests):
+    m = trial_metrics(requests, STEPS, 0.0, compilations=0, warmup_compilations=3, compile_s=1.5)
+    assert set(m) == set(METRICS)
+    expected = {
+        "wall_s": 6,
+        "requests_per_s": 2 / 6,
+        "output_tokens_per_s": 5 / 6,
+        "total_tokens_per_s": 15 / 6,
+        "finished_requests": 2,
+        "truncated_requests": 0,
+        "prompt_tokens": 10,
+        "output_tokens": 5,
+        # A: 1.0, B: 1.5
+        "ttft_s_mean": 1.25,
+        "ttft_s_p50": 1.25,
+        "ttft_s_p95": 1.475,
+        "ttft_s_p99": 1.495,
+        # gaps 1, 1 and 4
+        "inter_token_latency_s_mean": 2,
+        "inter_token_latency_s_p50": 1,
+        "inter_token_latency_s_p95": 3.7,
+        "inter_token_latency_s_p99": 3.94,
+        # 3.0 and 5.5, over 3 and 2 tokens
+        "e2e_latency_s_mean": 4.25,
+        "normalized_latency_s_per_token_mean": (1 + 2.75) / 2,
+        "queue_time_s_mean": 0.25,
+        # durations 1, 1, 1, 2 of a pool of 16 slots: 80 slot seconds, of which the idle second is none
+        "kv_token_states": (4 + 11 + 6 + 2 * 7) / 80,
+        "kv_internal_fragmentation": (0 + 5 + 2 + 2 * 1) / 80,
+        "kv_cached": (0 + 0 + 4 + 2 * 4) / 80,
+        "kv_free": (12 + 0 + 4 + 2 * 4) / 80,
+        "internal_fragmentation": 9 / (35 + 9),
+        "peak_blocks": 4,
+        "peak_kv_tokens": 11,
+        "block_table_bytes_peak": 16,
+        "prefix_hit_tokens": 4,
+        "prefix_hit_rate": 0.4,
+        "preemptions": 1,
+        "mean_running_requests": (1 + 2 + 1 + 2 * 1) / 5,
+        "steps": 4,
+        "computed_tokens": 19,
+        "padded_tokens": 5,
+        "padding_fraction": 5 / 24,
+        "compilations": 0,
+        "warmup_compilations": 3,
+        "compile_s": 1.5,
+    }
+    assert {name: m[name] for name in expected} == pytest.approx(expected)
+    assert sum(
+        m[name] for name in ("kv_token_states", "kv_internal_fragmentation", "kv_cached", "kv_free")
+    ) == (pytest.approx(1))
+
+
+def test_a_request_cut_short_is_counted_and_one_without_tokens_has_no_latency(requests):
+    cut = request("C", 3, [], RequestMetrics(0.0, None, None, 2.0), max_tokens=5)
+    m = trial_metrics([*requests, cut], STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
+    assert (m["finished_requests"], m["truncated_requests"]) == (2, 1)
+    assert m["ttft_s_mean"] == 1.25
+
+
+def test_no_gap_between_tokens_is_not_zero():
+    only = request("A", 4, [1], RequestMetrics(0.0, 0.0, 1.0, 1.0, [1.0]))
+    assert math.isnan(latencies([only])["inter_token_latency_s_p50"])
+    with pytest.raises(ValueError, match="without finished requests"):
+        trial_metrics([], STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
+
+
+def test_the_fingerprint_depends_on_tokens_and_not_on_the_order_of_finishing(requests):
+    a, b = requests
+    assert tokens_sha256([a, b]) == tokens_sha256([b, a])
+    before = tokens_sha256([a, b])
+    b.token_ids[-1] += 1
+    assert tokens_sha256([a, b]) != before
+
+
+def test_units_for_people():
+    assert Metric("", "ratio", "").display([0.5]) == (100, "%")
+    assert Metric("", "s", "").display([0.5, 0.9, math.nan]) == (1000, "ms")
+    assert Metric("", "s/token", "").display([0.5]) == (1000, "ms/token")
+    assert Metric("", "s", "").display([0.5, 2.0]) == (1, "s")
+    assert Metric("", "tokens/s", "").display([0.5]) == (1, "tokens/s")

@@ -1,0 +1,101 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paged_jax.experiments.workloads import (
+    Lengths,
+    LognormalWorkload,
+    PromptsWorkload,
+    SharedPrefixWorkload,
+    check_fits,
+    longest_request,
+    make_workload,
+    shipped_prompts,
+)
+
+LENGTHS = Lengths(mean=20, sigma=0.7, min=3, max=50)
+LOGNORMAL = LognormalWorkload(kind="lognormal", num_requests=40, prompt=LENGTHS, output=LENGTHS)
+SHARED = SharedPrefixWorkload(
+    kind="shared_prefix", num_requests=40, num_prefixes=3, prefix_len=16, suffix=LENGTHS, output=LENGTHS
+)
+
+
+class WordTokenizer:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+@pytest.mark.parametrize("spec", [LOGNORMAL, SHARED], ids=lambda s: s.kind)
+def test_a_seed_always_gives_the_same_requests_within_the_limits(spec):
+    first, again, other = (make_workload(spec, seed, None, 100) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert len(first) == 40
+    assert len({a.request_id for a in first}) == 40
+    assert all(0 <= t < 100 for a in first for t in a.prompt_token_ids)
+    assert all(3 <= a.params.max_tokens <= 50 and a.params.ignore_eos and a.params.is_greedy for a in first)
+    assert len({a.params.max_tokens for a in first}) > 5
+    assert {a.time for a in first} == {0.0}
+    check_fits(first, longest_request(spec), longest_request(spec))
+
+
+def test_shared_prefixes_are_shared():
+    prefixes = {a.prompt_token_ids[:16] for a in make_workload(SHARED, 0, None, 1000)}
+    assert len(prefixes) == 3
+
+
+def test_lognormal_mean_and_spread():
+    lengths = Lengths(mean=100, sigma=0.5, max=100_000).draw(20_000, np.random.default_rng(0))
+    assert np.mean(lengths) == pytest.approx(100, rel=0.02)
+    assert np.std(np.log(lengths)) == pytest.approx(0.5, rel=0.02)
+    assert set(Lengths(mean=7, sigma=0, max=9).draw(5, np.random.default_rng(0))) == {7}
+
+
+def test_poisson_arrivals_move_the_same_requests_in_time():
+    together = make_workload(LOGNORMAL, 0, None, 100)
+    spec = LOGNORMAL.model_copy(update={"num_requests": 2000, "request_rate": 4.0})
+    spread = make_workload(LOGNORMAL.model_copy(update={"request_rate": 4.0}), 0, None, 100)
+    assert [a.prompt_token_ids for a in spread] == [a.prompt_token_ids for a in together]
+    times = [a.time for a in make_workload(spec, 0, None, 100)]
+    assert times[0] == 0
+    assert np.mean(np.diff(times)) == pytest.approx(0.25, rel=0.1)
+    assert np.std(np.diff(times)) == pytest.approx(0.25, rel=0.1)
+
+
+def test_prompts_come_from_the_package_in_an_order_of_the_seed():
+    spec = PromptsWorkload(kind="prompts", num_requests=10, output=LENGTHS)
+    first, again, other = (make_workload(spec, seed, WordTokenizer(), 100) for seed in (0, 0, 1))
+    assert first == again
+    assert {a.prompt_token_ids for a in first} != {a.prompt_token_ids for a in other}
+    everything = make_workload(PromptsWorkload(kind="prompts", output=LENGTHS), 0, WordTokenizer(), 100)
+    assert len(everything) == len(shipped_prompts())
+    with pytest.raises(ValueError, match="'prompts' needs a model with a tokenizer"):
+        make_workload(spec, 0, None, 100)
+
+
+def test_shipped_prompts_vary_in_length_and_some_share_a_long_beginning():
+    prompts = shipped_prompts()
+    assert len(prompts) >= 36
+    assert len(set(prompts)) == len(prompts)
+    words = [len(p.split()) for p in prompts]
+    assert min(words) <= 5
+    assert 130 <= max(words) <= 200
+    assert sum(p.startswith("You are the help desk") for p in prompts) == 7
+
+
+def test_a_request_that_is_too_long_for_the_model_or_the_pool_is_named():
+    arrivals = make_workload(LOGNORMAL, 0, None, 100)
+    with pytest.raises(ValueError, match=r"more than max_model_len \(30\): lower workload.output.max"):
+        check_fits(arrivals, 30, 100)
+    with pytest.raises(ValueError, match=r"more than the whole KV pool holds \(30\).*engine.kv_cache_memory"):
+        check_fits(arrivals, 100, 30)
+
+
+def test_no_jax_is_imported():
+    code = (
+        "import sys, paged_jax.experiments.config, paged_jax.experiments.runner\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
