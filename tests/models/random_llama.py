@@ -41,8 +41,8 @@ def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
 def random_weights(config: Mapping, seed: int) -> dict[str, np.ndarray]:
     """Float32 weights, drawn by sorted name from one generator, so that the same seed gives the same numbers.
 
-    The scale makes attention sharp enough for a wrong rotation to move the logits by about 1, and soft enough for
-    float32 to agree with float64 within 4e-5.
+    The scale makes attention sharp enough for a wrong rotation to move the logits by about 1, and soft enough
+    for float32 to agree with float64 within 4e-5.
     """
     rng = np.random.default_rng(seed)
     weights = {}
