@@ -53,9 +53,9 @@ def sample(
 
 def _draw_key(key_data: UInt32[Array, "2"], sample_index: Array, position: Array, purpose: int) -> Array:
     key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    for number in (sample_index, position, purpose):
-        key = jax.random.fold_in(key, number)
-    return key
+    numbers = jnp.stack([sample_index, position, jnp.int32(purpose)])
+    # a loop compiles one hash in place of three, in every bucket
+    return lax.fori_loop(0, len(numbers), lambda i, key: jax.random.fold_in(key, numbers[i]), key)
 
 
 def _filtered_probabilities(

@@ -1,17 +1,17 @@
 """Sampling on the device: G19, G20 and G21 for the sampler, and the filters against sorting on the host."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling.sampler import NEXT_TOKEN, sample
+from paged_jax.sampling.sampler import NEXT_TOKEN, _draw_key, _filtered_probabilities, sample
 from paged_jax.sampling.seeds import seed_words
 from paged_jax.sampling.state import SamplingState, admit, gather, init_sampling_state, record
 
 jitted_sample = jax.jit(sample, static_argnames="purpose")
+jitted_admit = jax.jit(admit)
+jitted_filters = jax.jit(_filtered_probabilities)
 
 
 def make_rows(seeds, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> SamplingState:
@@ -82,7 +82,6 @@ def test_g19_no_compilation_for_other_parameters():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("vocab_size", [97, 1000])
 @pytest.mark.parametrize(
     "params",
     [
@@ -94,22 +93,23 @@ def test_g19_no_compilation_for_other_parameters():
     ],
     ids=str,
 )
-def test_g20_a_row_depends_on_nothing_but_itself(vocab_size, params):
+def test_g20_a_row_depends_on_nothing_but_itself(params):
+    vocab_size, count = 331, 16
     rng = np.random.default_rng(0)
-    logits = rng.normal(size=(24, vocab_size)).astype(np.float32) * 2
+    logits = rng.normal(size=(count, vocab_size)).astype(np.float32) * 2
     alone = np.concatenate(
-        [draw(logits[i : i + 1], make_rows([42], **params), positions=i) for i in range(24)]
+        [draw(logits[i : i + 1], make_rows([42], **params), positions=i) for i in range(count)]
     )
     # with itself at other positions, in one batch
     np.testing.assert_array_equal(
-        draw(logits, make_rows([42] * 24, **params), positions=np.arange(24)), alone
+        draw(logits, make_rows([42] * count, **params), positions=np.arange(count)), alone
     )
     # in any row of a batch of any size, beside mates of each kind
     kinds = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5}, {"temperature": 3.0}]
-    for batch, slot in ((2, 1), (5, 0), (16, 5), (16, 15)):
+    for batch, slot in ((5, 0), (16, 5), (16, 15)):
         for i, mates in enumerate(kinds):
             others = make_rows(rng.integers(0, 2**63, batch), **mates)
-            rows = admit(others, jnp.asarray([slot]), make_rows([42], **params))
+            rows = jitted_admit(others, jnp.asarray([slot]), make_rows([42], **params))
             mixed = rng.normal(size=(batch, vocab_size)).astype(np.float32)
             mixed[slot] = logits[i]
             positions = rng.integers(0, 1000, batch)
@@ -204,21 +204,18 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 31, 256, 257, 1031])
+@pytest.mark.parametrize("vocab_size", [1, 31, 256, 1031])
 @pytest.mark.parametrize("tied", [False, True])
 def test_filters_keep_what_sorting_keeps(vocab_size, tied):
     """Exactly the support: read off the probabilities that are drawn from."""
-    from paged_jax.sampling import sampler
-
     rng = np.random.default_rng(vocab_size)
-    filtered = jax.jit(partial(sampler._filtered_probabilities))
     for case, params in enumerate(FILTERS):
         params = {"temperature": [0.5, 1.0, 2.0][case % 3], "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
         logits = rng.normal(size=(6, vocab_size)).astype(np.float32) * 2
         if tied:
             logits = np.round(logits * 2) / 2
         p = np.asarray(
-            filtered(jnp.asarray(logits), make_rows(range(6), **params), jnp.ones(6, bool)), np.float64
+            jitted_filters(jnp.asarray(logits), make_rows(range(6), **params), jnp.ones(6, bool)), np.float64
         )
         for row in range(6):
             keep, probabilities = kept_by_sorting(logits[row], **params)
@@ -226,7 +223,7 @@ def test_filters_keep_what_sorting_keeps(vocab_size, tied):
             np.testing.assert_allclose(p[row] / p[row].sum(), probabilities, rtol=2e-5)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 300, 777])
+@pytest.mark.parametrize("vocab_size", [5, 777])
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 40}, {"top_p": 0.8}, {"temperature": 1.5, "min_p": 0.05}], ids=str
 )
@@ -278,3 +275,14 @@ def test_state_is_a_tree_of_any_leaves():
     shapes = jax.eval_shape(lambda: init_sampling_state(3))
     assert isinstance(shapes, SamplingState)
     assert jax.tree.map(lambda leaf: None, shapes).top_k is None
+
+
+def test_the_key_is_the_seed_folded_with_index_position_and_purpose():
+    seed, index, position, purpose = 2**40 + 5, 3, 70, NEXT_TOKEN
+    key = jax.random.wrap_key_data(jnp.asarray(seed_words(seed), jnp.uint32), impl="threefry2x32")
+    for number in (index, position, purpose):
+        key = jax.random.fold_in(key, number)
+    folded = _draw_key(
+        jnp.asarray(seed_words(seed), jnp.uint32), jnp.int32(index), jnp.int32(position), purpose
+    )
+    np.testing.assert_array_equal(jax.random.key_data(folded), jax.random.key_data(key))
