@@ -194,7 +194,7 @@ def _warm_up(
     ]
     bar.say(f"{setting.label}: warming up")
     run_workload(engine, short)
-    gc.freeze()  # models and programs live as long as the run: no collection inside a trial walks through them
+    gc.freeze()  # models and programs stay: no collection inside a trial walks through them
     warm = _WarmEngine(engine, executor.num_compilations, executor.compile_seconds)
     reports.append(
         {

@@ -66,8 +66,8 @@ class Table:
 def number(value: float, precision: float = math.nan) -> str:
     """`value` with the decimals that two significant digits of `precision` need.
 
-    Without a precision, or when it is only rounding dust beside the value (under a millionth), four significant
-    digits of its own.
+    Without a precision, or with one that is only rounding dust beside the value (under a millionth), four
+    significant digits of its own.
     """
     if not math.isfinite(value):
         return "n/a"
