@@ -3,6 +3,8 @@
 Attribute names are those of Hugging Face checkpoints, so that a parameter's path is its name in the file.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -83,19 +85,35 @@ class Decoder(nnx.Module):
 
             def body(carry, layer):
                 state, index = layer
-                return nnx.merge(graph, state)(*carry, index, batch, rope, options), None
+                return _run_layer(graph, state, *carry, index, batch, rope, options), None
 
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, pages), _ = lax.scan(body, (x, pages), (stacked, indices))
         else:
             for index, layer in enumerate(self.layers):
-                x, pages = layer(x, pages, index, batch, rope, options)
+                graph, state = nnx.split(layer)
+                x, pages = _run_layer(graph, state, x, pages, jnp.int32(index), batch, rope, options)
         return self.norm(x), pages
 
     def logits(self, hidden: Float[Array, "hidden S"]) -> Float[Array, "S vocab"]:
         """Scores of the next token, float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return project(head.weight[...], hidden, jnp.float32).T
+
+
+@partial(jax.jit, static_argnames=("graph", "options"))
+def _run_layer(
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    x: jax.Array,
+    pages: Pages,
+    layer: jax.Array,
+    batch: AttentionBatch,
+    rope: RopeTables,
+    options: AttentionOptions,
+) -> tuple[jax.Array, Pages]:
+    """One layer. Being a jitted function it is traced once, not once for each unrolled layer."""
+    return nnx.merge(graph, state)(x, pages, layer, batch, rope, options)
 
 
 def stack_layers(model: Decoder) -> Decoder:
