@@ -14,7 +14,7 @@ from paged_jax.models.positions import apply_rope
 from pallas_kernels.kv_pages import write_kv_pages
 from pallas_kernels.paged_attention import ragged_paged_attention
 
-type RopeTables = tuple[Float[Array, "T 1 D/2"], Float[Array, "T 1 D/2"]]
+type RopeTables = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 
 
 class GroupBatch(NamedTuple):
@@ -59,13 +59,13 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "hidden T"],
-        kv_pages: Float[Array, "N B 2*Hkv D"],
+        kv_pages: Float[Array, "N B KV D"],
         layer: int | Int[Array, ""],
         group: GroupBatch,
         batch: AttentionBatch,
         rope: RopeTables,
         options: AttentionOptions,
-    ) -> tuple[Float[Array, "hidden T"], Float[Array, "N B 2*Hkv D"]]:
+    ) -> tuple[Float[Array, "hidden T"], Float[Array, "N B KV D"]]:
         """`layer` counts within the cache group, whose pages these are."""
 
         def heads(y: jax.Array, count: int) -> jax.Array:

@@ -18,7 +18,7 @@ from paged_jax.models.layers import Embedding, Linear, RMSNorm, project
 from paged_jax.models.mlp import MLP
 from paged_jax.models.positions import rope_tables
 
-type Pages = tuple[Float[Array, "N B 2*Hkv D"], ...]
+type Pages = tuple[Float[Array, "N B KV D"], ...]
 
 
 class DecoderLayer(nnx.Module):

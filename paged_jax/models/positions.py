@@ -67,7 +67,7 @@ def _required[T](value: T | None, name: str) -> T:
 
 def rope_tables(
     config: ModelConfig, positions: Int[Array, "T"]
-) -> tuple[Float[Array, "T 1 D/2"], Float[Array, "T 1 D/2"]]:
+) -> tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]:
     """Cosines and sines of each position, float32, ready to broadcast over heads."""
     frequencies, factor = rope_frequencies(config)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None]
@@ -75,7 +75,7 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "T heads D"], tables: tuple[Float[Array, "T 1 D/2"], Float[Array, "T 1 D/2"]]
+    x: Float[Array, "T heads D"], tables: tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 ) -> Float[Array, "T heads D"]:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle, in float32."""
     cos, sin = tables

@@ -13,7 +13,7 @@ IMPLEMENTATIONS = {
 
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
-    kv_pages: Float[Array, "N B 2*Hkv D"],
+    kv_pages: Float[Array, "N B KV D"],
     kv_lens: Int[Array, "S"],
     block_tables: Int[Array, "S W"],
     cu_q_lens: Int[Array, "S+1"],
