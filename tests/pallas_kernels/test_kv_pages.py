@@ -1,0 +1,171 @@
+"""The page operations against numpy, and in place when the pages are donated."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.kv_pages import (
+    allocate_pages,
+    copy_pages,
+    gather_pages,
+    page_shape,
+    scatter_pages,
+    write_kv_pages,
+)
+from pallas_kernels.kv_pages.api import IMPLEMENTATIONS
+
+LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 3, 9, 3, 2, 4  # BLOCKS: null block included
+TOKENS = 8
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_pages(seed: int) -> np.ndarray:
+    shape = (
+        LAYERS * BLOCKS,
+        *page_shape("cpu", block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),
+    )
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def null_blocks() -> np.ndarray:
+    """Rows whose content is nobody's business."""
+    return np.arange(LAYERS) * BLOCKS
+
+
+def assert_equal_outside_null(actual: jax.Array, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(np.delete(actual, null_blocks(), 0), np.delete(expected, null_blocks(), 0))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestImplementation:
+    def test_write(self, implementation):
+        """Real tokens go to distinct slots, and any number of padded ones to the null block."""
+        write = jax.jit(partial(write_kv_pages, blocks_per_layer=BLOCKS, implementation=implementation))
+
+        @settings(max_examples=20)
+        @given(seeds, st.integers(0, TOKENS), st.integers(0, LAYERS - 1))
+        def test(seed, num_real, layer):
+            rng = np.random.default_rng(seed)
+            pages = random_pages(seed)
+            keys, values = rng.standard_normal((2, TOKENS, KV_HEADS, HEAD_DIM), dtype=np.float32)
+            slots = BLOCK_SIZE + rng.permutation((BLOCKS - 1) * BLOCK_SIZE)[:TOKENS].astype(np.int32)
+            is_real = rng.permutation(TOKENS) < num_real
+            blocks = np.where(is_real, slots // BLOCK_SIZE, 0).astype(np.int32)
+            offsets = np.where(is_real, slots % BLOCK_SIZE, 0).astype(np.int32)
+            out = write(pages, keys, values, blocks, offsets, layer=np.int32(layer))
+            expected = pages.copy()
+            for t in range(TOKENS):
+                for head in range(KV_HEADS):
+                    expected[layer * BLOCKS + blocks[t], offsets[t], 2 * head] = keys[t, head]
+                    expected[layer * BLOCKS + blocks[t], offsets[t], 2 * head + 1] = values[t, head]
+            assert_equal_outside_null(out, expected)
+
+        test()
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_write_rounds_to_the_pages_dtype(self, dtype, implementation):
+        keys = jnp.full((1, KV_HEADS, HEAD_DIM), 1.001)
+        where = jnp.ones(1, jnp.int32)
+        pages = write_kv_pages(
+            jnp.zeros((BLOCKS, BLOCK_SIZE, 2 * KV_HEADS, HEAD_DIM), dtype),
+            keys,
+            -keys,
+            where,
+            where,
+            layer=0,
+            blocks_per_layer=BLOCKS,
+            implementation=implementation,
+        )
+        assert pages.dtype == dtype
+        np.testing.assert_array_equal(pages[1, 1, 0::2], keys[0].astype(dtype))
+        np.testing.assert_array_equal(pages[1, 1, 1::2], -keys[0].astype(dtype))
+
+    def test_copy_reads_all_sources_first(self, implementation):
+        """Chains, swaps and one source for many targets; padding copies the null block onto itself."""
+        copy = jax.jit(partial(copy_pages, blocks_per_layer=BLOCKS, implementation=implementation))
+
+        @settings(max_examples=20)
+        @given(seeds, st.integers(0, 5))
+        def test(seed, num_real):
+            rng = np.random.default_rng(seed)
+            pages = random_pages(seed)
+            sources, targets = np.zeros((2, 5), np.int32)
+            sources[:num_real] = rng.integers(1, BLOCKS, num_real)
+            targets[:num_real] = 1 + rng.permutation(BLOCKS - 1)[:num_real]
+            expected = pages.copy()
+            for first in null_blocks():
+                expected[first + targets] = pages[first + sources]
+            np.testing.assert_array_equal(copy(pages, sources, targets), expected)
+
+        test()
+
+        pages = random_pages(0)
+        chain = copy(pages, np.array([1, 2, 3, 0, 0], np.int32), np.array([2, 3, 1, 0, 0], np.int32))
+        np.testing.assert_array_equal(np.asarray(chain)[[2, 3, 1]], pages[[1, 2, 3]])
+
+    def test_gather_then_scatter_elsewhere(self, implementation):
+        options = {"blocks_per_layer": BLOCKS, "implementation": implementation}
+        gather, scatter = (
+            jax.jit(partial(gather_pages, **options)),
+            jax.jit(partial(scatter_pages, **options)),
+        )
+
+        @settings(max_examples=20)
+        @given(seeds)
+        def test(seed):
+            rng = np.random.default_rng(seed)
+            pages, others = random_pages(seed), random_pages(seed + 1)
+            taken, given_back = (1 + rng.permutation(BLOCKS - 1)[:4].astype(np.int32) for _ in range(2))
+            blocks = gather(pages, taken)
+            layered = pages.reshape(LAYERS, BLOCKS, *pages.shape[1:])
+            np.testing.assert_array_equal(blocks, layered[:, taken])
+            expected = others.reshape(layered.shape).copy()
+            expected[:, given_back] = layered[:, taken]
+            np.testing.assert_array_equal(scatter(others, given_back, blocks), expected.reshape(pages.shape))
+            np.testing.assert_array_equal(scatter(pages, taken, blocks), pages)
+
+        test()
+
+
+def test_unknown_implementation_is_named():
+    pages = jnp.zeros((4, 2, 2, 2))
+    ids = jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="unknown page implementation 'cuda'; known: reference, xla"):
+        gather_pages(pages, ids, blocks_per_layer=4, implementation="cuda")
+
+
+def test_allocated_pages_are_zero_and_of_the_physical_shape():
+    shape = page_shape("cpu", block_size=16, num_kv_heads=3, head_dim=64)
+    pages = allocate_pages(5, shape, jnp.dtype("bfloat16"))
+    assert pages.shape == (5, 16, 6, 64)
+    assert pages.dtype == jnp.bfloat16
+    assert not pages.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("operation", ["write", "copy", "scatter"])
+def test_donated_pages_are_updated_in_place(operation, dtype):
+    """The result is the argument's own buffer, and nothing beside it comes near its size."""
+    per_layer, block_size, heads, head_dim = 512, 16, 3, 64
+    pages = jnp.zeros((2 * per_layer, block_size, 2 * heads, head_dim), dtype)
+    ids = jnp.arange(1, 9, dtype=jnp.int32)
+    token = jnp.zeros((8, heads, head_dim), dtype)
+    blocks = jnp.zeros((2, 8, *pages.shape[1:]), dtype)
+    function, rest = {
+        "write": (partial(write_kv_pages, layer=1), (token, token, ids, ids)),
+        "copy": (copy_pages, (ids, ids + 8)),
+        "scatter": (scatter_pages, (ids, blocks)),
+    }[operation]
+    step = (
+        jax.jit(partial(function, blocks_per_layer=per_layer), donate_argnums=0).lower(pages, *rest).compile()
+    )
+    memory = step.memory_analysis()
+    assert memory.alias_size_in_bytes == pages.nbytes
+    assert memory.temp_size_in_bytes < pages.nbytes / 16
+    address = pages.unsafe_buffer_pointer()
+    assert step(pages, *rest).unsafe_buffer_pointer() == address
