@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "hidden S"]) -> Float[Array, "S vocab"]:
         """Scores of the next token, float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return project(head.weight[...], hidden, jnp.float32).T
+        return project(head.weight[...], hidden, jnp.dtype("float32")).T
 
 
 @partial(jax.jit, static_argnames=("graph", "options"))

@@ -63,7 +63,7 @@ def _fill(config: ModelConfig, dtype: jnp.dtype, read: ReadTensor) -> Decoder:
     return nnx.merge(graph, state)
 
 
-def _tensor_name(path: tuple[jax.tree_util.DictKey, ...]) -> str:
+def _tensor_name(path: jax.tree_util.KeyPath) -> str:
     """A parameter's name in the checkpoint: its path, since the decoder's attributes are named after it."""
     name = ".".join(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
     return name if name.startswith("lm_head") else f"model.{name}"

@@ -382,7 +382,7 @@ def test_refusals_are_sentences(arguments, sentence):
         call(**arguments)
 
 
-# Of the 137 cases, one of each kind that is this op: no masks, values of the keys' size, each query sees a key.
+# Of the 137 cases, one of each kind that is this op: no masks, values of the keys' size, no empty rows.
 ONNX_CASES = [
     "test_attention_3d_gqa",
     "test_attention_3d_gqa_causal",
