@@ -1,17 +1,38 @@
-"""Typed, strict settings of the engine. An unknown key, a wrong type or an impossible pair is an error here."""
+"""Typed, strict settings of the engine: an unknown key, a wrong type or an impossible pair is an error."""
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-DType = Literal["float32", "bfloat16", "float16"]
+# one literal, not a union with "auto": a wrong value is then one problem, not one for each member
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+POLICIES = {
+    "scheduling_policy": {"fcfs": "paged_jax.engine.policies.fcfs:FCFSQueue"},
+    "victim_policy": {"last_arrived": "paged_jax.engine.policies.last_arrived:LastArrivedVictim"},
+    "prefix_cache": {
+        "hash": "paged_jax.kv_cache.prefix_cache.hash:HashPrefixCache",
+        "none": "paged_jax.kv_cache.prefix_cache.none:NoPrefixCache",
+    },
+    "eviction": {"lru": "paged_jax.kv_cache.eviction.lru:LRUEviction"},
+}
+"""Short names of policies, by config field, and the classes they mean."""
 
 
 class StrictModel(BaseModel):
     """A frozen settings object that refuses unknown keys and silent type changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, values: Any) -> Any:
+        """Lists, as callers and files write them, are taken for the tuples that a frozen object can hold."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: _as_tuples(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 class EngineConfig(StrictModel):
@@ -31,9 +52,9 @@ class EngineConfig(StrictModel):
     """Most tokens computed in one step, decodes and prefill chunks together."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a request, prompt and output together; unset, what the model was trained for."""
-    dtype: Literal["auto"] | DType = "auto"
+    dtype: DType = "auto"
     """Of weights and activations; auto is float32 on a CPU, else the checkpoint's own."""
-    kv_cache_dtype: Literal["auto"] | DType = "auto"
+    kv_cache_dtype: DType = "auto"
     """Of the KV pages; auto is the same as dtype."""
     enable_chunked_prefill: bool = True
     """Split prompts into chunks that share steps with decodes. Off, a prompt must fit one step's budget."""
@@ -61,26 +82,54 @@ class EngineConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise ValueError("num_blocks and kv_cache_memory both set the size of the KV cache: give one of them")
+            raise ValueError(
+                "num_blocks and kv_cache_memory both set the size of the KV cache: give one of them"
+            )
         if self.num_blocks is not None and self.memory_utilization is not None:
-            raise ValueError("num_blocks and memory_utilization both set the size of the KV cache: give one of them")
+            raise ValueError(
+                "num_blocks and memory_utilization both set the size of the KV cache: give one of them"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
                 f"({self.max_num_seqs}): a step could not hold one token of each running request"
             )
+        for name in POLICIES:
+            if getattr(self, name) is not None:
+                policy_path(name, getattr(self, name))
         if self.prefix_cache == "none" and self.eviction is not None:
             raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
         buckets = self.token_buckets
         if buckets is not None:
             if not buckets or list(buckets) != sorted(set(buckets)):
-                raise ValueError(f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats")
+                raise ValueError(
+                    f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats"
+                )
             if buckets[-1] != self.max_num_batched_tokens:
                 raise ValueError(
                     f"the last of token_buckets ({buckets[-1]}) must equal max_num_batched_tokens "
                     f"({self.max_num_batched_tokens})"
                 )
         return self
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def policy_path(field: str, name: str) -> str:
+    """The `package.module:Class` that `name`, a short name or such a path, means in config field `field`.
+
+    Raises ValueError, naming the field, when it is neither; nothing is imported.
+    """
+    known = POLICIES[field]
+    path = known.get(name, name)
+    module, colon, class_name = path.partition(":")
+    if not (colon and module and class_name.isidentifier()) or module.startswith("."):
+        raise ValueError(
+            f"unknown {field} {name!r}{nearest(name, list(known))} (or give package.module:Class)"
+        )
+    return path
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -97,19 +146,28 @@ def parse[T: StrictModel](model: type[T], values: dict[str, Any], where: str = "
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError("; ".join(_sentence(model, e, where) for e in error.errors())) from None
+        # each member of a union complains about a value that none of them takes: one problem, one sentence
+        problems: dict[tuple[str, str], list[Any]] = {}
+        for e in error.errors():
+            problems.setdefault((_key(model, e, where), repr(e["input"])), []).append(e)
+        raise ValueError("; ".join(_sentence(model, k, e) for (k, _), e in problems.items())) from None
 
 
-def _sentence(model: type[StrictModel], error: Any, where: str) -> str:
+def _key(model: type[StrictModel], error: Any, where: str) -> str:
+    """The dotted path as a person wrote it: pydantic puts the names of union members into it as well."""
     path = [str(p) for p in error["loc"]]
-    fields = model.model_fields
-    # pydantic puts the names of union members into the path: keep what a person wrote
-    key = ".".join([where] * bool(where) + [p for i, p in enumerate(path) if i == 0 or p.isdigit() or p in fields])
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{nearest(path[-1], list(fields))}"
-    message = error["msg"].removeprefix("Value error, ")
-    if not path:  # a rule about several keys: printing all of them would hide the sentence
-        return message
-    if error["type"] == "missing":
+    own = [p for i, p in enumerate(path) if i == 0 or p.isdigit() or p in model.model_fields]
+    return ".".join([where] * bool(where) + own)
+
+
+def _sentence(model: type[StrictModel], key: str, errors: list[Any]) -> str:
+    """What is wrong with one key."""
+    first = errors[0]
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{nearest(str(first['loc'][-1]), list(model.model_fields))}"
+    if first["type"] == "missing":
         return f"{key} is missing"
-    return f"{key}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
+    messages = [e["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list") for e in errors]
+    if not first["loc"]:  # a rule about several keys: printing all of them would hide the sentence
+        return messages[0]
+    return f"{key}: {' or '.join(m[0].lower() + m[1:] for m in messages)}, got {first['input']!r}"

@@ -33,7 +33,8 @@ class Scheduler:
         self._victims = victims
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._chunked = config.enable_chunked_prefill
-        self._free_slots = list(reversed(range(config.max_num_seqs)))
+        self._num_slots = config.max_num_seqs
+        self._free_slots = list(reversed(range(self._num_slots)))
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def add(self, request: Request) -> None:
@@ -80,7 +81,8 @@ class Scheduler:
             ScheduledRequest(r, r.num_computed_tokens, n, r.num_computed_tokens + n == len(r.token_ids))
             for r, n in planned.items()
         )
-        emptied = tuple(self.kv_cache.take_emptied())
+        # a plan of nothing is not run: what was given up waits for the next one
+        emptied = tuple(self.kv_cache.take_emptied()) if scheduled else ()
         return SchedulerOutput(scheduled, tuple(admitted), tuple(preempted), emptied)
 
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> tuple[list[Request], KVUsage]:
@@ -127,7 +129,9 @@ class Scheduler:
         self.kv_cache.check_integrity(self.running)
         slots = [request.slot for request in self.running]
         assert None not in slots, "a running request has no slot"
-        assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots), "a slot has two owners"
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), (
+            "a slot is lost or has two owners"
+        )
         for request in self.waiting:
             assert request.slot is None, "a waiting request owns a slot"
             assert not request.block_tables, "a waiting request holds blocks"

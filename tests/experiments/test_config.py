@@ -28,10 +28,12 @@ def path(tmp_path):
 
 
 def test_reads_yaml_1_2_and_turns_lists_into_tuples(path):
-    path.write_text(FILE.replace("engine.block_size: [4, 16]", "engine.prefix_cache: [off, none]"))
+    swept = FILE.replace("engine.block_size: [4, 16]", "engine.prefix_cache: [hash, none]")
+    path.write_text(swept.replace("name: tiny", "name: off"))
     config = load_experiment(path)
+    assert config.name == "off"
     assert config.workload.prompt.sigma == 0.5
-    assert [s.engine.prefix_cache for s in settings(config)] == ["off", "none"]
+    assert [s.engine.prefix_cache for s in settings(config)] == ["hash", "none"]
     assert config.seeds == (0, 1, 2)
     assert config.x == "engine.prefix_cache"
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from paged_jax.config import nearest
+from paged_jax.config import policy_path
 from paged_jax.engine.request import Request
 
 
@@ -40,29 +40,17 @@ class VictimPolicy(Protocol):
         ...
 
 
-BUILT_IN = {
-    "scheduling_policy": {"fcfs": "paged_jax.engine.policies.fcfs:FCFSQueue"},
-    "victim_policy": {"last_arrived": "paged_jax.engine.policies.last_arrived:LastArrivedVictim"},
-    "prefix_cache": {
-        "hash": "paged_jax.kv_cache.prefix_cache.hash:HashPrefixCache",
-        "none": "paged_jax.kv_cache.prefix_cache.none:NoPrefixCache",
-    },
-    "eviction": {"lru": "paged_jax.kv_cache.eviction.lru:LRUEviction"},
-}
-"""Short names by config field."""
-
-
 def load_policy(field: str, name: str) -> type[Any]:
     """The class that `name`, a short name or `package.module:Class`, means in config field `field`.
 
     Raises ValueError, naming the field, when there is none.
     """
-    known = BUILT_IN[field]
-    path = known.get(name, name)
-    module_name, colon, class_name = path.partition(":")
-    if not colon:
-        raise ValueError(f"unknown {field} {name!r}{nearest(name, list(known))} (or give package.module:Class)")
+    path = policy_path(field, name)
+    module_name, _, class_name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        policy = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{field} {name!r} cannot be loaded: {error}") from None
+    if not isinstance(policy, type):
+        raise ValueError(f"{field} {name!r} is not a class")
+    return policy
