@@ -1,7 +1,9 @@
 """Runs plans on a JAX device: one compiled step per bucket, pages and sampling state donated."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,7 +105,9 @@ class JaxExecutor:
         self.num_blocks = num_blocks
         self.vocab_size = model.vocab_size
         self.num_compilations = 0
+        """Steps compiled so far."""
         self.compile_seconds = 0.0
+        """Wall time that they took."""
         self._graph, self._weights = nnx.split(model)
         self._options = AttentionOptions(1 + num_blocks, attention_implementation)
         backend = jax.default_backend()
@@ -133,11 +137,23 @@ class JaxExecutor:
         return JaxStepHandle(tokens, sampling_rows, bucket.num_tokens - plan.num_tokens)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every bucket's step and run it once on padding; `progress(done, total)` is told after each."""
-        for done, bucket in enumerate(self._buckets):
+        """Compile every bucket's step, several at a time, and run each once on padding.
+
+        `progress(done, total)` is told after each compilation.
+        """
+        missing = [bucket for bucket in self._buckets if bucket not in self._steps]
+        start = time.perf_counter()
+        lowered = {bucket: self._lower(bucket) for bucket in missing}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {pool.submit(step.compile): bucket for bucket, step in lowered.items()}
+            for done, future in enumerate(as_completed(futures)):
+                self._steps[futures[future]] = future.result()
+                if progress is not None:
+                    progress(done + 1, len(missing))
+        self.num_compilations += len(missing)
+        self.compile_seconds += time.perf_counter() - start
+        for bucket in self._buckets:
             self._run(bucket, self._builder.empty(bucket)).block_until_ready()
-            if progress is not None:
-                progress(done + 1, len(self._buckets))
 
     def compiled_step(self, bucket: Bucket) -> jax.stages.Compiled:
         """The bucket's compiled step, for its `memory_analysis()` and text."""
@@ -160,18 +176,15 @@ class JaxExecutor:
 
     def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
         if bucket not in self._steps:
-            step = jax.jit(self._step, donate_argnums=(1, 2))
-            self._steps[bucket] = self._compile(
-                step, self._weights, self._pages, self._sampling, self._builder.empty(bucket)
-            )
+            start = time.perf_counter()
+            self._steps[bucket] = self._lower(bucket).compile()
+            self.compile_seconds += time.perf_counter() - start
+            self.num_compilations += 1
         return self._steps[bucket]
 
-    def _compile(self, function: jax.stages.Wrapped, *args: object) -> jax.stages.Compiled:
-        start = time.perf_counter()
-        compiled = function.lower(*args).compile()
-        self.compile_seconds += time.perf_counter() - start
-        self.num_compilations += 1
-        return compiled
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        step = jax.jit(self._step, donate_argnums=(1, 2))
+        return step.lower(self._weights, self._pages, self._sampling, self._builder.empty(bucket))
 
     def _step(
         self, weights: nnx.State, pages: Pages, sampling: SamplingState, batch: Batch
@@ -208,7 +221,7 @@ class JaxExecutor:
             return tuple(fill(group) for group in pages)
 
         block_ids = jnp.zeros(POISON_CHUNK, jnp.int32)
-        return self._compile(jax.jit(poison, donate_argnums=0), self._pages, block_ids)
+        return jax.jit(poison, donate_argnums=0).lower(self._pages, block_ids).compile()
 
     def _poison_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks that hold nothing with NaN, so that a read of one cannot go unseen."""
