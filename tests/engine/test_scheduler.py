@@ -137,28 +137,18 @@ def test_g07_victim_that_had_its_turn_in_this_step_does_not_run() -> None:
 
 
 def test_g07_budget_of_such_a_victim_is_free_again() -> None:
-    engine = make(num_blocks=4, max_num_batched_tokens=5, victim_policy="victim_policies:FirstArrivedVictim")
-    add(engine, "X", 5, 3)
-    add(engine, "Y", 8, 1)
-    add(engine, "Z", 1, 2)
-    assert steps(engine) == [
+    engine = make(num_blocks=7, max_num_batched_tokens=5, victim_policy="victim_policies:FirstArrivedVictim")
+    add(engine, "X", 8, 5)
+    add(engine, "Y", 7, 3)
+    add(engine, "Z", 12, 1)
+    assert steps(engine)[:6] == [
         [("X", 0, 5)],
-        [("X", 5, 1), ("Y", 0, 4)],
-        [("X", 6, 1), ("Y", 4, 4)],
-        [("Z", 0, 1)],
-        [("Z", 1, 1)],
-    ]
-    engine = make(num_blocks=3, max_num_batched_tokens=5, victim_policy="victim_policies:FirstArrivedVictim")
-    add(engine, "X", 5, 3)
-    add(engine, "Y", 9, 1)
-    assert steps(engine) == [
-        [("X", 0, 5)],
-        [("X", 5, 1), ("Y", 0, 4)],
-        # X has its turn and Y is left four tokens; these need a block, X gives up its two
-        [("Y", 4, 4)],
-        [("Y", 8, 1)],
-        [("X", 0, 5)],
-        [("X", 5, 2)],
+        [("X", 5, 3), ("Y", 0, 2)],
+        [("X", 8, 1), ("Y", 2, 4)],
+        [("X", 9, 1), ("Y", 6, 1), ("Z", 0, 3)],
+        [("X", 10, 1), ("Y", 7, 1), ("Z", 3, 3)],
+        # X has its turn, then Y wants a block and X gives up its three: its token goes to Z
+        [("Y", 8, 1), ("Z", 6, 4)],
     ]
 
 
