@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.layers import Linear
+from paged_jax.models.layers import Linear, tokens_first
 from paged_jax.models.positions import apply_rope
 from pallas_kernels.kv_pages import write_kv_pages
 from pallas_kernels.paged_attention import ragged_paged_attention
@@ -49,7 +49,11 @@ class Attention(nnx.Module):
     """Project, turn, store keys and values in the pages, attend through the pages, project back."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         hidden, bias = config.hidden_size, config.attention_bias
         self.q_proj = Linear(hidden, self.num_heads * self.head_dim, bias=bias, dtype=dtype)
         self.k_proj = Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias, dtype=dtype)
@@ -69,7 +73,7 @@ class Attention(nnx.Module):
         """`layer` counts within the cache group, whose pages these are."""
 
         def heads(y: jax.Array, count: int) -> jax.Array:
-            return y.T.reshape(-1, count, self.head_dim)
+            return tokens_first(y).reshape(-1, count, self.head_dim)
 
         q = apply_rope(heads(self.q_proj(x), self.num_heads), rope)
         k = apply_rope(heads(self.k_proj(x), self.num_kv_heads), rope)

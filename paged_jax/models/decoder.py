@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.attention import Attention, AttentionBatch, AttentionOptions, RopeTables
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.layers import Embedding, Linear, RMSNorm, project
+from paged_jax.models.layers import Embedding, Linear, RMSNorm, project, tokens_first
 from paged_jax.models.mlp import MLP
 from paged_jax.models.positions import rope_tables
 
@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "hidden S"]) -> Float[Array, "S vocab"]:
         """Scores of the next token, float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return project(head.weight[...], hidden, jnp.dtype("float32")).T
+        return tokens_first(project(head.weight[...], hidden, jnp.dtype("float32")))
 
 
 @partial(jax.jit, static_argnames=("graph", "options"))
