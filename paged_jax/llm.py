@@ -44,7 +44,7 @@ class EngineFactory:
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
         max_model_len = _max_model_len(config, checkpoint)
         decoder = self._decoder(config, checkpoint, dtype, backend)
-        num_blocks = _num_blocks(config, decoder, kv_dtype, backend, max_model_len)
+        num_blocks = _num_blocks(config, decoder, kv_dtype, backend)
         executor = JaxExecutor(
             decoder,
             num_blocks=num_blocks,
@@ -73,7 +73,9 @@ class EngineFactory:
             self._checkpoints[config.load_format] = resolve(self.model, config.load_format)
         return self._checkpoints[config.load_format]
 
-    def _decoder(self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str) -> Decoder:
+    def _decoder(
+        self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str
+    ) -> Decoder:
         scanned = config.layer_loop == "scanned" or (config.layer_loop == "auto" and backend != "cpu")
         seed = config.seed if checkpoint.tensors is None else None
         key = (dtype, scanned, seed)
@@ -100,13 +102,13 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, backend: str) -> jnp.dt
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
     trained = checkpoint.config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > trained:
-        raise ValueError(f"max_model_len ({config.max_model_len}) is more than the {trained} tokens of {checkpoint.name}")
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) is more than the {trained} tokens of {checkpoint.name}"
+        )
     return config.max_model_len or trained
 
 
-def _num_blocks(
-    config: EngineConfig, decoder: Decoder, kv_dtype: jnp.dtype, backend: str, max_model_len: int
-) -> int:
+def _num_blocks(config: EngineConfig, decoder: Decoder, kv_dtype: jnp.dtype, backend: str) -> int:
     """Usable blocks: as configured, or as many as the budget holds beside each layer's null block."""
     if config.num_blocks is not None:
         return config.num_blocks
@@ -127,8 +129,7 @@ def _num_blocks(
             f"the KV budget of {budget:,} bytes does not hold two blocks of {per_block:,} bytes: "
             "give more memory or a smaller block_size"
         )
-    # more than every slot's longest request can never be used
-    return min(count, config.max_num_seqs * -(-max_model_len // config.block_size))
+    return count
 
 
 class LLM:
@@ -232,7 +233,9 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each"
+            )
         requests: list[Request] = []
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):

@@ -114,7 +114,9 @@ class Engine:
         Raises ValueError, one sentence, for a prompt or parameters that cannot be served; nothing else is touched.
         """
         if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
+            raise ValueError(
+                f"request id {request_id!r} is in use by a request that has not ended: choose another"
+            )
         text, token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         number = self._num_requests
@@ -148,6 +150,12 @@ class Engine:
         start = self.clock.now()
         plan = self.scheduler.schedule()
         if not plan.scheduled:
+            if self._requests and not plan.preempted:
+                raise RuntimeError(
+                    f"nothing could be planned for {len(self._requests)} unfinished requests: "
+                    f"check scheduling_policy {self.config.scheduling_policy!r} and "
+                    f"victim_policy {self.config.victim_policy!r}"
+                )
             return []
         for request in plan.admitted:
             if request.metrics.first_scheduled_time is None:
@@ -209,7 +217,9 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})")
+                raise ValueError(
+                    f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
+                )
         if len(token_ids) >= self.max_request_len:
             limit = (
                 f"max_model_len is {self.max_model_len}"
@@ -221,7 +231,9 @@ class Engine:
                 "token"
             )
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this model does not have: use stop_token_ids")
+            raise ValueError(
+                "stop strings need a tokenizer, which this model does not have: use stop_token_ids"
+            )
         params.validate_for(self.vocab_size)
 
 

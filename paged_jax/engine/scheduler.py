@@ -164,9 +164,14 @@ class Scheduler:
         if is_eos or is_stop_token:
             request.finish_reason = "stop"
             request.stop_reason = token if is_stop_token else None
-        elif request.num_output_tokens == params.max_tokens or len(request.token_ids) >= request.max_total_tokens:
+        elif (
+            request.num_output_tokens == params.max_tokens
+            or len(request.token_ids) >= request.max_total_tokens
+        ):
             request.finish_reason = "length"
-        if request.text is not None and (request.finish_reason != "stop" or params.include_stop_str_in_output):
+        if request.text is not None and (
+            request.finish_reason != "stop" or params.include_stop_str_in_output
+        ):
             stop_string = request.text.append(token)
             if stop_string is not None:
                 request.finish_reason = "stop"

@@ -46,7 +46,9 @@ class KVCacheManager:
     prefix cache once their tokens are computed; they stay cached after their last user has left, until evicted.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache, eviction: Eviction) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: PrefixCache, eviction: Eviction
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
@@ -63,13 +65,16 @@ class KVCacheManager:
     def admit(self, request: CacheUser, match: tuple[list[int], list[bytes]], num_new_tokens: int) -> bool:
         """Give a request without blocks the matched ones and new ones for the tokens after them, or nothing.
 
-        Cached blocks that are matched stop being available to `allocate`: that is counted before anything is taken.
+        There must be blocks for all its tokens, not only for the first chunk: a prompt that does not fit would be
+        preempted half-way and begun again, over and over. Cached blocks that are matched stop being available to
+        `allocate`: that is counted before anything is taken.
         """
         shared, hashes = match
+        available = self.pool.num_available - sum(self.pool.ref_count(b) == 0 for b in shared)
+        if self._blocks_for(len(request.token_ids)) - len(shared) > available:
+            return False
         num_matched = len(shared) * self.block_size
         count = self._blocks_for(num_matched + num_new_tokens) - len(shared)
-        if count > self.pool.num_available - sum(self.pool.ref_count(b) == 0 for b in shared):
-            return False
         self.pool.share(shared)
         request.block_tables = (BlockTable([*shared, *self.pool.allocate(count)], list(hashes)),)
         request.num_computed_tokens = num_matched
@@ -131,7 +136,9 @@ class KVCacheManager:
         self.pool.check(table.block_ids for table in tables)
         for request in running:
             (table,) = request.block_tables
-            assert len(table) * self.block_size >= request.num_computed_tokens, "computed tokens without a block"
+            assert len(table) * self.block_size >= request.num_computed_tokens, (
+                "computed tokens without a block"
+            )
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

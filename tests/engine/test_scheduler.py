@@ -136,19 +136,30 @@ def test_g07_victim_that_had_its_turn_in_this_step_does_not_run() -> None:
     assert steps(engine)[2:] == [[("X", 0, 6)], [("X", 6, 1)]]
 
 
+def test_a_prompt_that_does_not_fit_whole_waits_instead_of_being_begun_over_and_over() -> None:
+    engine = make(num_blocks=5, max_num_batched_tokens=5)
+    add(engine, "A", 8, 8)
+    long = add(engine, "B", 16, 1)  # four blocks: free only when A, which has two and more, has ended
+    plans = steps(engine)
+    assert all(len(plan) == 1 for plan in plans)
+    assert plans[-4:] == [[("B", 0, 5)], [("B", 5, 5)], [("B", 10, 5)], [("B", 15, 1)]]
+    assert long.metrics.num_preemptions == 0
+
+
 def test_g07_budget_of_such_a_victim_is_free_again() -> None:
-    engine = make(num_blocks=7, max_num_batched_tokens=5, victim_policy="victim_policies:FirstArrivedVictim")
-    add(engine, "X", 8, 5)
-    add(engine, "Y", 7, 3)
-    add(engine, "Z", 12, 1)
-    assert steps(engine)[:6] == [
+    engine = make(num_blocks=9, max_num_batched_tokens=5, victim_policy="victim_policies:FirstArrivedVictim")
+    add(engine, "X", 8, 8)
+    add(engine, "Y", 5, 5)
+    add(engine, "Z", 16, 1)
+    assert steps(engine)[:7] == [
         [("X", 0, 5)],
         [("X", 5, 3), ("Y", 0, 2)],
-        [("X", 8, 1), ("Y", 2, 4)],
-        [("X", 9, 1), ("Y", 6, 1), ("Z", 0, 3)],
-        [("X", 10, 1), ("Y", 7, 1), ("Z", 3, 3)],
-        # X has its turn, then Y wants a block and X gives up its three: its token goes to Z
-        [("Y", 8, 1), ("Z", 6, 4)],
+        [("X", 8, 1), ("Y", 2, 3), ("Z", 0, 1)],
+        [("X", 9, 1), ("Y", 5, 1), ("Z", 1, 3)],
+        [("X", 10, 1), ("Y", 6, 1), ("Z", 4, 3)],
+        [("X", 11, 1), ("Y", 7, 1), ("Z", 7, 3)],
+        # X takes the last block, then Y wants one and X gives up its four: its token goes to Z
+        [("Y", 8, 1), ("Z", 10, 4)],
     ]
 
 
