@@ -36,6 +36,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "in T"]) -> Float[Array, "out T"]:
+        """In x's dtype."""
         y = project(self.weight[...], x, x.dtype)
         return y if self.bias is None else y + self.bias[...][:, None]
 
@@ -47,6 +48,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
 
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "features T"]:
+        """Look up and lay out features first."""
         return self.weight[...][token_ids].T
 
 
@@ -58,6 +60,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "features T"]) -> Float[Array, "features T"]:
+        """In x's dtype."""
         wide = x.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=0, keepdims=True) + self.eps)
         return self.weight[...][:, None] * normed.astype(x.dtype)

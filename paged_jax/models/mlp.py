@@ -19,4 +19,5 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def __call__(self, x: Float[Array, "hidden T"]) -> Float[Array, "hidden T"]:
+        """In x's dtype."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
