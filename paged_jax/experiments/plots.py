@@ -30,11 +30,9 @@ _COLOURS = (
 )  # Okabe and Ito: colour-blind safe
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
-_PARTS = dict(
-    zip(KV_SHARES, (("0.55", ""), ("#E69F00", "////"), ("#56B4E9", "...."), ("white", "")), strict=True)
-)
+_PARTS = dict(zip(KV_SHARES, (("0.55", ""), ("#E69F00", "////"), ("#56B4E9", "...."), ("white", "")), strict=True))
 """Colour and hatch of each part of the KV pool."""
-_STYLE = {
+STYLE = {
     "font.size": 8,
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
@@ -50,18 +48,17 @@ _STYLE = {
     "pdf.fonttype": 42,  # fonts that publishers accept
     "svg.fonttype": "none",
 }
+"""Matplotlib settings of all figures: `write_figures` applies them, callers of `draw` do so themselves."""
 
 
-def write_figures(
-    config: ExperimentConfig, summaries: Sequence[SettingSummary], directory: Path
-) -> list[Path]:
+def write_figures(config: ExperimentConfig, summaries: Sequence[SettingSummary], directory: Path) -> list[Path]:
     """Write each figure as PNG (200 dpi) and PDF; returns the files. Nothing swept, no figures."""
     if config.x is None:
         return []
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for name, panels in config.report.panels.items():
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             figure = draw(config, summaries, panels)
             for suffix in (".png", ".pdf"):
                 written.append(directory / f"{name}{suffix}")
@@ -69,9 +66,7 @@ def write_figures(
     return written
 
 
-def draw(
-    config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: Sequence[Sequence[str]]
-) -> Figure:
+def draw(config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: Sequence[Sequence[str]]) -> Figure:
     """One figure with a panel for each group of metrics, one below the other."""
     figure = Figure(figsize=(_WIDTH_IN, _PANEL_HEIGHT_IN * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
@@ -97,9 +92,7 @@ def _lines(
     xs = list(dict.fromkeys(s.setting.values[config.x or ""] for points in series.values() for s in points))
     place = _place_x(xs, ax)
     estimates = {
-        (name, key): [s.metrics[name].estimate for s in points]
-        for name in panel
-        for key, points in series.items()
+        (name, key): [s.metrics[name].estimate for s in points] for name in panel for key, points in series.items()
     }
     factor, unit = METRICS[panel[0]].display([e.mean for row in estimates.values() for e in row])
     labels = [METRICS[name].label for name in panel]
