@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from paged_jax.checkpoints.resolve import Checkpoint, resolve
 from paged_jax.checkpoints.tokenizer import Tokenizer
