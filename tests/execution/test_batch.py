@@ -35,9 +35,7 @@ def plan(parts, admitted=()) -> SchedulerOutput:
 
 
 def builder(num_slots: int = 4, block_size: int = 4, max_request_len: int = 12) -> BatchBuilder:
-    return BatchBuilder(
-        num_slots=num_slots, block_size=block_size, max_request_len=max_request_len, num_groups=1
-    )
+    return BatchBuilder(num_slots=num_slots, block_size=block_size, max_request_len=max_request_len, num_groups=1)
 
 
 def lists(batch) -> dict:

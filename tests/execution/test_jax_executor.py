@@ -95,9 +95,7 @@ def mixed_requests(seed: int, count: int, longest: int) -> tuple[list[list[int]]
         {"temperature": 1.0, "min_p": 0.1, "top_k": 9, "top_p": 0.9, "seed": 6},
     ]
     prompts = [rng.integers(0, MODEL.vocab_size, rng.integers(1, longest)).tolist() for _ in range(count)]
-    params = [
-        SamplingParams(max_tokens=int(rng.integers(1, 9)), **kinds[i % len(kinds)]) for i in range(count)
-    ]
+    params = [SamplingParams(max_tokens=int(rng.integers(1, 9)), **kinds[i % len(kinds)]) for i in range(count)]
     return prompts, params
 
 
@@ -134,9 +132,7 @@ def test_nothing_is_compiled_after_warm_up(budget, slots, buckets):
 def test_budget_and_slots_do_not_change_the_tokens():
     """G18: sampled and greedy outputs under one small bucket equal those under a large budget."""
     prompts, params = mixed_requests(9, 8, 40)
-    base = EngineConfig(
-        num_blocks=60, block_size=4, max_num_seqs=8, max_num_batched_tokens=317, token_buckets=(8, 317)
-    )
+    base = EngineConfig(num_blocks=60, block_size=4, max_num_seqs=8, max_num_batched_tokens=317, token_buckets=(8, 317))
     expected = run(make_engine(base), prompts, params)
     small = base.model_copy(
         update={"max_num_seqs": 3, "max_num_batched_tokens": 7, "token_buckets": (7,), "block_size": 3}
@@ -174,9 +170,7 @@ def test_pages_are_never_copied(heads, head_dim, block_size, scanned):
 
     Pages and sampling state come back in their own buffers.
     """
-    config = EngineConfig(
-        block_size=block_size, max_num_seqs=4, max_num_batched_tokens=32, token_buckets=(1, 4, 32)
-    )
+    config = EngineConfig(block_size=block_size, max_num_seqs=4, max_num_batched_tokens=32, token_buckets=(1, 32))
     model = replace(MODEL, num_heads=heads, num_kv_heads=heads, head_dim=head_dim)
     group = CacheGroup(model.num_layers, heads, head_dim)
     per_block = bytes_per_block([group], block_size, jnp.dtype("float32"), "cpu")
@@ -206,9 +200,7 @@ def test_pages_are_never_copied_in_any_default_bucket(scanned):
 
 
 def test_pages_stay_where_they_are_while_it_runs():
-    config = EngineConfig(
-        num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,)
-    )
+    config = EngineConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,))
     engine = make_engine(config)
     before = engine.executor._pages[0].unsafe_buffer_pointer()
     run(engine, *mixed_requests(1, 4, 30))

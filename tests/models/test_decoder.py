@@ -45,9 +45,7 @@ def forward(graph, state, token_ids, pages, batch, options):
     return model.logits(hidden), pages
 
 
-def run(
-    model: Decoder, tokens: np.ndarray, chunks: Sequence[int], implementation: str | None = None
-) -> np.ndarray:
+def run(model: Decoder, tokens: np.ndarray, chunks: Sequence[int], implementation: str | None = None) -> np.ndarray:
     """Logits [length, vocab] of one sequence that is computed in chunks, each padded to the longest."""
     config, length = model.config, len(tokens)
     num_blocks = -(-length // BLOCK_SIZE)
@@ -132,9 +130,7 @@ def test_reference_attention_gives_the_same_logits():
 def test_stacked_layers_equal_unrolled_ones(variant):
     tokens = reference(variant)[1][:100]
     unrolled = run(load(variant), tokens, [60, 40])
-    np.testing.assert_allclose(
-        run(stack_layers(load(variant)), tokens, [60, 40]), unrolled, rtol=0, atol=1e-5
-    )
+    np.testing.assert_allclose(run(stack_layers(load(variant)), tokens, [60, 40]), unrolled, rtol=0, atol=1e-5)
 
 
 def test_bfloat16_stays_near_float32():
@@ -186,26 +182,20 @@ class TestLoading:
     def test_missing_tensor_is_named(self):
         weights = random_weights(HF_CONFIG, 1)
         del weights["model.layers.1.mlp.up_proj.weight"]
-        with pytest.raises(
-            ValueError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'.*\(12, 8\)"
-        ):
+        with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'.*\(12, 8\)"):
             load_decoder(CONFIG, weights, FLOAT32)
 
     def test_extra_tensor_is_named(self):
         weights = random_weights(HF_CONFIG, 1)
         weights["model.layers.2.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"]
-        with pytest.raises(
-            ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' that this model has no"
-        ):
+        with pytest.raises(ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' that this model has no"):
             load_decoder(CONFIG, weights, FLOAT32)
 
     def test_misshapen_tensor_is_named(self):
         weights = random_weights(HF_CONFIG, 1)
         name = "model.layers.0.self_attn.q_proj.weight"
         weights[name] = weights[name][:4]
-        with pytest.raises(
-            ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' has shape \(4, 8\)"
-        ):
+        with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' has shape \(4, 8\)"):
             load_decoder(CONFIG, weights, FLOAT32)
 
     def test_untied_model_needs_its_head(self):

@@ -161,9 +161,7 @@ def test_donated_pages_are_updated_in_place(operation, dtype):
         "copy": (copy_pages, (ids, ids + 8)),
         "scatter": (scatter_pages, (ids, blocks)),
     }[operation]
-    step = (
-        jax.jit(partial(function, blocks_per_layer=per_layer), donate_argnums=0).lower(pages, *rest).compile()
-    )
+    step = jax.jit(partial(function, blocks_per_layer=per_layer), donate_argnums=0).lower(pages, *rest).compile()
     memory = step.memory_analysis()
     assert memory.alias_size_in_bytes == pages.nbytes
     assert memory.temp_size_in_bytes < pages.nbytes / 16

@@ -102,9 +102,7 @@ def dense_attention(q, keys, values, offset, scale, window, soft_cap):
     return out
 
 
-def make_inputs(
-    case: Case, sequences: list[Sequence], seed: int, poison: float, window: int | None
-) -> Inputs:
+def make_inputs(case: Case, sequences: list[Sequence], seed: int, poison: float, window: int | None) -> Inputs:
     """Sequences laid into shuffled pages; slots that no query sees, and padded queries, hold `poison`."""
     rng = np.random.default_rng(seed)
     heads, kv_heads = case.heads
@@ -136,9 +134,7 @@ def make_inputs(
         wide = kv.astype(np.float64)
         own = q[start:end].astype(np.float64)
         expected.append(
-            dense_attention(
-                own, wide[:, :, 0], wide[:, :, 1], offset, case.head_dim**-0.5, window, case.soft_cap
-            )
+            dense_attention(own, wide[:, :, 0], wide[:, :, 1], offset, case.head_dim**-0.5, window, case.soft_cap)
         )
         start = end
     cu_q_lens[len(sequences) + 1 :] = start
@@ -272,9 +268,7 @@ class TestImplementation:
     @pytest.mark.parametrize("window", [1, 4, 5])
     def test_a_window_of_w_shows_exactly_w_keys(self, window, implementation):
         """S02. With queries of 0 all weights are equal, and one-hot values tell which keys had one."""
-        case = Case(
-            3, (2, 1), 32, num_tokens=64, num_rows=4, max_len=32, layers=1, tiles=(7, 5), window=window
-        )
+        case = Case(3, (2, 1), 32, num_tokens=64, num_rows=4, max_len=32, layers=1, tiles=(7, 5), window=window)
         sequences = [Sequence(20, 20), Sequence(1, 9), Sequence(1, 2), Sequence(6, 17)]
         inputs = make_inputs(case, sequences, 3, np.nan, window)
         for s, sequence in enumerate(sequences):
@@ -329,10 +323,7 @@ class TestImplementation:
         case = Case(4, num_tokens=8, num_rows=2, max_len=16, layers=3)
         inputs = make_inputs(case, [Sequence(4, 9), Sequence(1, 3)], 7, np.nan, None)
         out = ragged_paged_attention(
-            *(
-                jnp.asarray(getattr(inputs, n))
-                for n in ("q", "kv_pages", "kv_lens", "block_tables", "cu_q_lens")
-            ),
+            *(jnp.asarray(getattr(inputs, n)) for n in ("q", "kv_pages", "kv_lens", "block_tables", "cu_q_lens")),
             jnp.asarray(inputs.num_seqs),
             layer=int(inputs.layer),
             blocks_per_layer=case.blocks_per_layer,

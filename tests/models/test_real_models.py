@@ -1,0 +1,156 @@
+"""Trained models give their references' tokens, whatever the engine's settings."""
+
+import itertools
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_decoder import run as decoder_logits
+
+from paged_jax.checkpoints.resolve import resolve
+from paged_jax.config import EngineConfig
+from paged_jax.engine.engine import Engine
+from paged_jax.engine.request import Request
+from paged_jax.llm import EngineFactory
+from paged_jax.models.weights import load_decoder
+from paged_jax.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What must not matter."""
+
+    block_size: int
+    prefix_cache: str
+    budget: int
+    tight: bool
+    """A pool in which the requests do not fit side by side."""
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.block_size, self.prefix_cache, self.budget, "tight" * self.tight or "roomy")))
+
+    def config(self, longest: int, total: int) -> EngineConfig:
+        """For requests of at most `longest` tokens, `total` in all."""
+        tokens = longest + longest // 2 if self.tight else 2 * total
+        return EngineConfig(
+            block_size=self.block_size,
+            prefix_cache=self.prefix_cache,
+            num_blocks=-(-tokens // self.block_size) + self.tight,
+            max_num_seqs=4,
+            max_num_batched_tokens=self.budget,
+            token_buckets=(4, self.budget),
+            dtype="float32",
+            # the other half of the settings compiles faster, and has this among what must not matter
+            layer_loop="scanned" if self.prefix_cache == "none" else "unrolled",
+            debug=True,
+        )
+
+
+GRID = [Setting(*s) for s in itertools.product((1, 5, 16, 128), ("hash", "none"), (7, 512), (False, True))]
+STORIES_IN_CI = [  # every pair of values
+    Setting(1, "hash", 7, False),
+    Setting(1, "none", 512, True),
+    Setting(5, "hash", 512, True),
+    Setting(5, "none", 7, False),
+    Setting(16, "hash", 7, True),
+    Setting(16, "none", 512, False),
+    Setting(128, "hash", 512, False),
+    Setting(128, "none", 7, True),
+]
+SMOLLM2_IN_CI = [Setting(5, "hash", 7, True), Setting(16, "none", 512, True), Setting(1, "hash", 512, False)]
+"""Every value but 128: a step of SmolLM2 takes 10 s to compile."""
+
+
+def grid(in_ci: list[Setting]) -> pytest.MarkDecorator:
+    """All settings, those that are not in CI marked slow."""
+    params = [pytest.param(s, marks=() if s in in_ci else pytest.mark.slow, id=str(s)) for s in GRID]
+    return pytest.mark.parametrize("setting", params)
+
+
+def generate(engine: Engine, prompts: list[list[int]], max_tokens: int, max_len: int = 10**6) -> list[Request]:
+    """`max_tokens` of each, but no more than `max_len` together with the prompt."""
+    requests = []
+    for i, prompt in enumerate(prompts):
+        count = min(max_tokens, max_len - len(prompt))
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        requests.append(engine.add_request(str(i), prompt, params))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return requests
+
+
+@cache
+def factory(model: str) -> EngineFactory:
+    """One for all tests of a process, so that weights are loaded once."""
+    return EngineFactory(model)
+
+
+@pytest.fixture(scope="session")
+def stories(shared) -> tuple[Path, dict]:
+    folder = shared / "reference" / "stories260K"
+    return folder, json.loads((folder / "reference.json").read_text())
+
+
+@grid(STORIES_IN_CI)
+def test_stories_golden_text(stories, setting):
+    """The golden text, and requests that begin with parts of it, which greedy decoding continues alike."""
+    folder, reference = stories
+    ids = reference["greedy_ids"]
+    starts = (1, 40, 71)
+    config = setting.config(len(ids), len(starts) * len(ids))
+    requests = generate(factory(str(folder))(config), [ids[:n] for n in starts], len(ids), max_len=len(ids))
+    for request in requests:
+        assert request.token_ids == ids
+    assert (sum(r.metrics.num_preemptions for r in requests) > 0) == setting.tight
+    text = factory(str(folder))(config).tokenizer.decode(requests[0].token_ids)
+    assert text == reference["text"] == reference["upstream_expected"]
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(shared) -> list[dict]:
+    return json.loads((shared / "reference" / "smollm2" / "reference.json").read_text())["items"]
+
+
+@grid(SMOLLM2_IN_CI)
+def test_smollm2_greedy_tokens(smollm2_path, smollm2_reference, setting):
+    """All 64 tokens of each prompt, and the text up to the end of sequence, special tokens left out."""
+    items = smollm2_reference
+    lengths = [len(item["prompt_ids"]) + 64 for item in items]
+    engine = factory(str(smollm2_path))(setting.config(max(lengths), sum(lengths)))
+    requests = generate(engine, [item["prompt_ids"] for item in items], 64)
+    for item, request in zip(items, requests, strict=True):
+        assert request.output_token_ids == item["greedy_ids"]
+        shown = item["greedy_ids"][: item["first_eos_index"]]
+        assert engine.tokenizer.decode(shown) == item["text"]
+    # a request that never needs a second block is never in the way of another
+    grows = setting.block_size < min(lengths)
+    assert (sum(r.metrics.num_preemptions for r in requests) > 0) == (setting.tight and grows)
+
+
+def test_smollm2_prompts_become_the_reference_ids(smollm2_path, smollm2_reference):
+    tokenizer = resolve(str(smollm2_path), "auto").tokenizer
+    for item in smollm2_reference:
+        if item["kind"] == "chat":
+            ids = tokenizer.encode_chat([{"role": "user", "content": item["prompt"]}])
+        else:
+            ids = tokenizer.encode(item["prompt"])
+        assert ids == item["prompt_ids"]
+
+
+def test_smollm2_logits(smollm2_path, smollm2_reference):
+    """Each step's five best tokens, their logits and the normalizer, from one prefill of the whole text."""
+    checkpoint = resolve(str(smollm2_path), "auto")
+    model = load_decoder(checkpoint.config, checkpoint.tensors, np.dtype("float32"))
+    item = smollm2_reference[1]
+    tokens = np.array([*item["prompt_ids"], *item["greedy_ids"]][:-1], np.int32)
+    logits = decoder_logits(model, tokens, [len(tokens)])[len(item["prompt_ids"]) - 1 :]
+    steps = item["steps"]
+    best = np.array([step["top5_logits"] for step in steps])
+    np.testing.assert_allclose(-np.sort(-logits, axis=1)[:, :5], best, rtol=0, atol=2e-3)
+    ids = np.array([step["top5_ids"] for step in steps])
+    np.testing.assert_allclose(np.take_along_axis(logits, ids, axis=1), best, rtol=0, atol=2e-3)
+    normalizers = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
+    np.testing.assert_allclose(normalizers, [step["logsumexp"] for step in steps], rtol=0, atol=2e-3)
