@@ -11,6 +11,8 @@ HOST_MODULES = [
     "paged_jax.catalog",
     "paged_jax.catalog.entries",
     "paged_jax.catalog.fetch",
+    "paged_jax.checkpoints.resolve",
+    "paged_jax.cli",
     "paged_jax.engine.clock",
     "paged_jax.engine.engine",
     "paged_jax.engine.policies.fcfs",
@@ -23,6 +25,7 @@ HOST_MODULES = [
     "paged_jax.experiments.config",
     "paged_jax.experiments.metrics",
     "paged_jax.experiments.workloads",
+    "paged_jax.flags",
     "paged_jax.kv_cache.block_pool",
     "paged_jax.kv_cache.block_table",
     "paged_jax.kv_cache.eviction.lru",
@@ -50,16 +53,12 @@ for name in sys.argv[1:]:
 
 
 def test_host_modules_import_no_jax() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *HOST_MODULES], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *HOST_MODULES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    script = (
-        "import sys, paged_jax; print(*sorted({'jax', 'numpy', 'pandas', 'matplotlib'} & set(sys.modules)))"
-    )
+    script = "import sys, paged_jax; print(*sorted({'jax', 'numpy', 'pandas', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -43,18 +43,43 @@ def resolve(name_or_path: str, load_format: LoadFormat = "auto") -> Checkpoint:
     what to do.
     """
     dummy = load_format == "dummy"
+    match _locate(name_or_path, dummy):
+        case Entry() as entry:
+            return _from_catalogue(entry, dummy)
+        case Path() as path if path.is_dir():
+            return _from_directory(path, dummy)
+        case Path() as path:
+            return _from_file(path, dummy)
+        case hub_id:
+            return _from_directory(_hub_snapshot(hub_id, dummy), dummy, hub_id)
+
+
+def prepare(name_or_path: str, load_format: LoadFormat = "auto") -> None:
+    """Do the part of `resolve` that a person should not wait for, or should see by itself.
+
+    Raises at once for a model that does not exist, and fetches a catalogue model's weights with a progress bar.
+    """
+    dummy = load_format == "dummy"
+    found = _locate(name_or_path, dummy)
+    if isinstance(found, Entry) and not dummy:
+        fetch(found.name)
+
+
+def _locate(name_or_path: str, dummy: bool) -> Entry | Path | str:
+    """What a name stands for: a catalogue entry, a file or directory that exists, or else a hub id."""
     catalogue = {entry.name: entry for entry in entries()}
-    if name_or_path in catalogue:
-        return _from_catalogue(catalogue[name_or_path], dummy)
+    entry = catalogue.get(name_or_path)
+    if entry is not None:
+        if entry.source is None and not dummy:
+            raise ValueError(f"model {entry.name!r} is known by its shape only, without weights: use load_format=dummy")
+        return entry
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return _from_directory(path, dummy)
-    if path.is_file():
-        return _from_file(path, dummy)
+    if path.is_dir() or path.is_file():
+        return path
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(f"model {name_or_path!r} does not exist: there is no such file or directory")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
-        return _from_directory(_hub_snapshot(name_or_path, dummy), dummy, name_or_path)
+        return name_or_path
     raise ValueError(
         f"no model {name_or_path!r}: it is no catalogue name, no file or directory here, "
         "and no hub id (org/name)"
@@ -63,10 +88,6 @@ def resolve(name_or_path: str, load_format: LoadFormat = "auto") -> Checkpoint:
 
 
 def _from_catalogue(entry: Entry, dummy: bool) -> Checkpoint:
-    if entry.source is None and not dummy:
-        raise ValueError(
-            f"model {entry.name!r} is known by its shape only, without weights: use load_format=dummy"
-        )
     if dummy and not entry.cached:
         return Checkpoint(entry.name, entry.config, None, None, ())
     return _from_file(fetch(entry.name), dummy, entry.name)
@@ -74,16 +95,12 @@ def _from_catalogue(entry: Entry, dummy: bool) -> Checkpoint:
 
 def _from_file(path: Path, dummy: bool, name: str | None = None) -> Checkpoint:
     if path.suffix.lower() != ".gguf":
-        raise ValueError(
-            f"model {str(path)!r} is a file but no .gguf file: give the directory that holds config.json"
-        )
+        raise ValueError(f"model {str(path)!r} is a file but no .gguf file: give the directory that holds config.json")
     file = GgufFile(path)
     has_tokenizer = "tokenizer.ggml.model" in file.metadata
     tokenizer = Tokenizer.from_gguf(file.metadata) if has_tokenizer else None
     tensors = None if dummy else file.tensors
-    return Checkpoint(
-        name or path.stem, file.config, tensors, tokenizer, tokenizer.eos_token_ids if tokenizer else ()
-    )
+    return Checkpoint(name or path.stem, file.config, tensors, tokenizer, tokenizer.eos_token_ids if tokenizer else ())
 
 
 def _from_directory(directory: Path, dummy: bool, name: str | None = None) -> Checkpoint:

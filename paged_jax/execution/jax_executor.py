@@ -60,9 +60,7 @@ def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: jnp.dt
 
 
 def _page_shape(group: CacheGroup, block_size: int, backend: str) -> tuple[int, int, int]:
-    return page_shape(
-        backend, block_size=block_size, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim
-    )
+    return page_shape(backend, block_size=block_size, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim)
 
 
 @dataclass(frozen=True)
@@ -136,12 +134,15 @@ class JaxExecutor:
         sampling_rows = [row if part.samples else -1 for part, row in zip(plan.scheduled, rows, strict=True)]
         return JaxStepHandle(tokens, sampling_rows, bucket.num_tokens - plan.num_tokens)
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile every bucket's step, several at a time, and run each once on padding.
+    def warm_up(
+        self, progress: Callable[[int, int], None] | None = None, buckets: Sequence[Bucket] | None = None
+    ) -> None:
+        """Compile the steps of `buckets` (None: of all), several at a time, and run each once on padding.
 
         `progress(done, total)` is told after each compilation.
         """
-        missing = [bucket for bucket in self._buckets if bucket not in self._steps]
+        buckets = self._buckets if buckets is None else buckets
+        missing = [bucket for bucket in buckets if bucket not in self._steps]
         start = time.perf_counter()
         lowered = {bucket: self._lower(bucket) for bucket in missing}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -152,7 +153,7 @@ class JaxExecutor:
                     progress(done + 1, len(missing))
         self.num_compilations += len(missing)
         self.compile_seconds += time.perf_counter() - start
-        for bucket in self._buckets:
+        for bucket in buckets:
             self._run(bucket, self._builder.empty(bucket)).block_until_ready()
 
     def compiled_step(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -192,18 +193,14 @@ class JaxExecutor:
         """The pure function that is compiled: embed, layers, logits of the rows that need them, sample."""
         model: Model = nnx.merge(self._graph, weights)
         sampling = admit(sampling, batch.admitted_slots, batch.admitted_rows)
-        token_ids = jnp.where(
-            batch.token_ids == FROM_SLOT, sampling.last_token[batch.token_slots], batch.token_ids
-        )
+        token_ids = jnp.where(batch.token_ids == FROM_SLOT, sampling.last_token[batch.token_slots], batch.token_ids)
         attention = AttentionBatch(
             positions=batch.positions,
             write_offsets=batch.write_offsets,
             kv_lens=batch.kv_lens,
             cu_q_lens=batch.cu_q_lens,
             num_seqs=batch.num_seqs,
-            groups=tuple(
-                GroupBatch(*group) for group in zip(batch.block_tables, batch.write_blocks, strict=True)
-            ),
+            groups=tuple(GroupBatch(*group) for group in zip(batch.block_tables, batch.write_blocks, strict=True)),
         )
         hidden, pages = model(token_ids, pages, attention, self._options)
         logits = model.logits(hidden[:, batch.logit_rows])

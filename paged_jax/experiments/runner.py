@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_jax.checkpoints.resolve import prepare
 from paged_jax.config import EngineConfig
 from paged_jax.engine.engine import Arrival, drive
 from paged_jax.experiments.config import ExperimentConfig
@@ -78,6 +79,9 @@ def run_experiment(
     done = log.read()
     check_same_experiment(config, trials, done, directory)
     missing = [trial for trial in trials if trial.key not in done]
+    if make_engine is None:
+        for load_format in sorted({trial.setting.engine.load_format for trial in missing}):
+            prepare(config.model, load_format)  # a model that does not exist is told before JAX starts
     directory.mkdir(parents=True, exist_ok=True)
     write_config(config, directory / "config.yaml")
     if missing:
@@ -152,9 +156,7 @@ def check_memory(configs: Sequence[EngineConfig], platform: str, available: int 
         )
 
 
-def run_workload(
-    engine: "Engine", arrivals: Sequence[Arrival]
-) -> "tuple[list[Request], list[StepStats], float]":
+def run_workload(engine: "Engine", arrivals: Sequence[Arrival]) -> "tuple[list[Request], list[StepStats], float]":
     """Serve all arrivals; returns finished requests, every step's statistics, and the clock at the start."""
     engine.reset_prefix_cache()
     gc.collect()  # so that the garbage of the last trial is not collected inside this one

@@ -39,7 +39,8 @@ class SamplingParams:
     """How the next token is chosen and when to stop.
 
     The filters apply in this order: temperature, min_p, top_k, top_p, each to what the one before has left;
-    tokens that tie with the last one kept are kept too. NumPy numbers are taken and stored as Python's.
+    tokens that tie with the last one kept are kept too. NumPy numbers are taken and stored as Python's, lists
+    as tuples.
     Raises ValueError, one sentence that names the field, for unknown fields and values without a meaning.
     """
 
@@ -56,9 +57,9 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most output tokens; None: until the context is full."""
     stop: str | tuple[str, ...] | list[str] | None = ()
-    """End when the output text contains one of these; the text is cut before it. Stored as a tuple."""
+    """End when the output text contains one of these; the text is cut before it."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
-    """End at one of these tokens, which is kept in token_ids. Stored as a tuple."""
+    """End at one of these tokens, which is kept in the output."""
     include_stop_str_in_output: bool = False
     """Cut the text after the stop string instead of before it."""
     ignore_eos: bool = False
@@ -74,9 +75,7 @@ class SamplingParams:
         max_tokens, seed = self.max_tokens, self.seed
         values: dict[str, Any] = {
             "temperature": temperature if temperature >= GREEDY_TEMPERATURE else 0.0,
-            "top_k": _integer(
-                "top_k", self.top_k, -1, INT32_MAX, "a whole number: -1 or 0 for all, else 1 or more"
-            ),
+            "top_k": _integer("top_k", self.top_k, -1, INT32_MAX, "a whole number: -1 or 0 for all, else 1 or more"),
             "top_p": _number("top_p", self.top_p, math.ulp(0), 1, "a number above 0 and at most 1"),
             "min_p": _number("min_p", self.min_p, 0, 1, "a number from 0 to 1"),
             "seed": None
@@ -140,6 +139,4 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable | None):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
     rule = "a list of token ids, whole numbers from 0"
-    return tuple(
-        _integer(name, token_id, 0, INT32_MAX, rule) for token_id in (() if value is None else value)
-    )
+    return tuple(_integer(name, token_id, 0, INT32_MAX, rule) for token_id in (() if value is None else value))
