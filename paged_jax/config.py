@@ -82,13 +82,9 @@ class EngineConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise ValueError(
-                "num_blocks and kv_cache_memory both set the size of the KV cache: give one of them"
-            )
+            raise ValueError("num_blocks and kv_cache_memory both set the size of the KV cache: give one of them")
         if self.num_blocks is not None and self.memory_utilization is not None:
-            raise ValueError(
-                "num_blocks and memory_utilization both set the size of the KV cache: give one of them"
-            )
+            raise ValueError("num_blocks and memory_utilization both set the size of the KV cache: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
@@ -102,9 +98,7 @@ class EngineConfig(StrictModel):
         buckets = self.token_buckets
         if buckets is not None:
             if not buckets or list(buckets) != sorted(set(buckets)):
-                raise ValueError(
-                    f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats"
-                )
+                raise ValueError(f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats")
             if buckets[-1] != self.max_num_batched_tokens:
                 raise ValueError(
                     f"the last of token_buckets ({buckets[-1]}) must equal max_num_batched_tokens "
@@ -126,9 +120,7 @@ def policy_path(field: str, name: str) -> str:
     path = known.get(name, name)
     module, colon, class_name = path.partition(":")
     if not (colon and module and class_name.isidentifier()) or module.startswith("."):
-        raise ValueError(
-            f"unknown {field} {name!r}{nearest(name, list(known))} (or give package.module:Class)"
-        )
+        raise ValueError(f"unknown {field} {name!r}{nearest(name, list(known))} (or give package.module:Class)")
     return path
 
 

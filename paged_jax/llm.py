@@ -73,9 +73,7 @@ class EngineFactory:
             self._checkpoints[config.load_format] = resolve(self.model, config.load_format)
         return self._checkpoints[config.load_format]
 
-    def _decoder(
-        self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str
-    ) -> Decoder:
+    def _decoder(self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str) -> Decoder:
         scanned = config.layer_loop == "scanned" or (config.layer_loop == "auto" and backend != "cpu")
         seed = config.seed if checkpoint.tensors is None else None
         key = (dtype, scanned, seed)
@@ -233,9 +231,7 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each"
-            )
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
         requests: list[Request] = []
         try:
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):

@@ -130,8 +130,7 @@ class HostExecutor:
         for position, digest in self._digests(part):
             place = self._place(part, position)
             assert self.memory.get(place) == digest, (
-                f"position {position} of {part.request.request_id} is not in slot {place[1]} of "
-                f"block {place[0]}"
+                f"position {position} of {part.request.request_id} is not in slot {place[1]} of block {place[0]}"
             )
 
     def _digests(self, part: ScheduledRequest) -> list[tuple[int, int]]:

@@ -115,9 +115,7 @@ def tiny_engine(tiny_executor: Callable[[int, bool], JaxExecutor]) -> MakeEngine
     """Makes engines over the tiny model; the arguments are those of `host_engine`."""
 
     def make(*, num_blocks: int | None = None, max_model_len: int = MAX_LEN, **fields: object) -> Engine:
-        config = EngineConfig(
-            **{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": MAX_LEN, **fields}
-        )
+        config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": MAX_LEN, **fields})
         executor = tiny_executor(config.block_size, config.debug)
         return Engine(
             config,

@@ -98,9 +98,7 @@ def _load() -> dict[str, Entry]:
     from ruamel.yaml import YAML  # imported here: a program that needs no catalogue need not wait for it
 
     yaml = YAML(typ="safe", pure=True)
-    files = sorted(
-        resources.files("paged_jax.catalog").joinpath("models").iterdir(), key=lambda file: file.name
-    )
+    files = sorted(resources.files("paged_jax.catalog").joinpath("models").iterdir(), key=lambda file: file.name)
     found = {}
     for file in files:
         if not file.name.endswith(".yaml"):

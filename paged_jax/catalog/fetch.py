@@ -33,9 +33,7 @@ def fetch(name: str, progress: bool = True) -> Path:
     entry = get(name)
     target = entry.path
     if entry.source is None or target is None:
-        raise ValueError(
-            f"{name!r} is known by its shape only, there is nothing to fetch: use load_format=dummy"
-        )
+        raise ValueError(f"{name!r} is known by its shape only, there is nothing to fetch: use load_format=dummy")
     if entry.cached:
         return target
     try:
@@ -45,9 +43,7 @@ def fetch(name: str, progress: bool = True) -> Path:
             _download(entry, Path(folder), progress)
             _unpack(entry, Path(folder), target)
     except OSError as error:
-        raise FetchError(
-            f"cannot store {name!r} under {target.parent} ({error}): set PAGED_JAX_CACHE"
-        ) from None
+        raise FetchError(f"cannot store {name!r} under {target.parent} ({error}): set PAGED_JAX_CACHE") from None
     return target
 
 

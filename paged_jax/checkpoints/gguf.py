@@ -61,13 +61,9 @@ class GgufFile:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         architecture = self.metadata.get("general.architecture")
         if architecture != "llama":
-            raise ValueError(
-                f"{path} has architecture {architecture!r}; of GGUF files only 'llama' is supported"
-            )
+            raise ValueError(f"{path} has architecture {architecture!r}; of GGUF files only 'llama' is supported")
         if self.metadata.get("split.count", 1) > 1:
-            raise ValueError(
-                f"{path} is one part of a split model: merge the parts with llama.cpp's gguf-split first"
-            )
+            raise ValueError(f"{path} is one part of a split model: merge the parts with llama.cpp's gguf-split first")
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -79,9 +75,7 @@ class GgufFile:
         rotary = self._key("rope.dimension_count", None)
         head_dim = self._key("attention.key_length", rotary or hidden_size // num_heads)
         if (rotary or head_dim) != head_dim:
-            raise ValueError(
-                f"{self.path} rotates {rotary} of {head_dim} dimensions a head; only all are supported"
-            )
+            raise ValueError(f"{self.path} rotates {rotary} of {head_dim} dimensions a head; only all are supported")
         if self._key("attention.value_length", head_dim) != head_dim:
             raise ValueError(f"{self.path} has values of another length than keys, which is not supported")
         embedding = self._tensor("token_embd.weight")
@@ -116,9 +110,7 @@ class GgufFile:
                     f"supported; known: {', '.join(_TYPES)}"
                 )
             shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
-            entries[self._hf_name(name)] = LazyTensor(
-                shape, partial(_read, tensor, shape, self._row_order(name))
-            )
+            entries[self._hf_name(name)] = LazyTensor(shape, partial(_read, tensor, shape, self._row_order(name)))
         return LazyTensors(entries)
 
     def _hf_name(self, name: str) -> str:
@@ -247,9 +239,7 @@ def _llama3_factors(scaling: RopeScaling, theta: float, head_dim: int) -> np.nda
         scaling.high_freq_factor,
         scaling.original_max_position_embeddings,
     )
-    turns = (
-        original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
-    )  # within the original length
+    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # within the original length
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - keep) / scaling.factor + keep)
 

@@ -82,33 +82,25 @@ def _splitting(pre: str) -> PreTokenizer:
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
-        raise ValueError(
-            "the GGUF file's SentencePiece tokenizer has no score for each token, so no order of merges"
-        )
+        raise ValueError("the GGUF file's SentencePiece tokenizer has no score for each token, so no order of merges")
     prefix_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     model = BPE(
         {token: index for index, token in enumerate(tokens)},
-        _merges_by_score(
-            tokens, scores, metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-        ),
+        _merges_by_score(tokens, scores, metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
     )
     backend = Tokenizer(model)
     replace = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix_space else replace
-    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prefix_space else replace
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
     return backend
 
 
-def _merges_by_score(
-    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
-) -> list[tuple[str, str]]:
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
     """Every way to put a normal piece together from two others, best piece first.
 
     SentencePiece's BPE always performs the merge whose result scores highest, so a list of merges in that

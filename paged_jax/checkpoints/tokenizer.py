@@ -53,9 +53,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more specific
-            raise ValueError(
-                f"{path} is not a tokenizer that this version of tokenizers reads: {error}"
-            ) from None
+            raise ValueError(f"{path} is not a tokenizer that this version of tokenizers reads: {error}") from None
         config = _optional_json(directory / "tokenizer_config.json")
         named = {**_optional_json(directory / "special_tokens_map.json"), **config}
         special = {name: _content(named[name]) for name in _SPECIAL_NAMES if named.get(name)}
@@ -81,9 +79,7 @@ class Tokenizer:
         tokens = metadata["tokenizer.ggml.tokens"]
         keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-        special = {
-            name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)
-        }
+        special = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", default_add_bos(metadata))
         set_bos_eos(
             backend,
@@ -125,9 +121,7 @@ class Tokenizer:
         """Text of token ids; bytes that do not form a whole character become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt for `messages` (dicts with `role` and `content`), with the cue for the assistant's turn.
 
         The text contains whatever BOS the template writes, so it must be encoded with
@@ -135,9 +129,7 @@ class Tokenizer:
         the template refuses the messages.
         """
         if self._chat_template is None:
-            raise ValueError(
-                "this model has no chat template: give it a plain prompt, or choose an instruct model"
-            )
+            raise ValueError("this model has no chat template: give it a plain prompt, or choose an instruct model")
         return render_chat_template(
             self._chat_template,
             messages,
@@ -145,9 +137,7 @@ class Tokenizer:
             special_tokens=self._special_tokens,
         )
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a chat, with exactly one BOS for a model whose prompts begin with BOS.
 
         Most templates write BOS themselves; where one does not, it is put first, as for any prompt.
@@ -165,9 +155,7 @@ def set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None)
     for token in {token for token in (bos, eos) if token is not None}:
         index = backend.token_to_id(token)
         if index is None:
-            raise ValueError(
-                f"the tokenizer names a special token {token!r} that its vocabulary does not hold"
-            )
+            raise ValueError(f"the tokenizer names a special token {token!r} that its vocabulary does not hold")
         special.append((token, index))
     # passed as lists: in a template string, a colon or a space inside a token would be taken for syntax
     backend.post_processor = TemplateProcessing(single=parts, special_tokens=special)

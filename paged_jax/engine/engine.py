@@ -114,9 +114,7 @@ class Engine:
         Raises ValueError, one sentence, for a prompt or parameters that cannot be served; nothing else is touched.
         """
         if request_id in self._requests:
-            raise ValueError(
-                f"request id {request_id!r} is in use by a request that has not ended: choose another"
-            )
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
         text, token_ids = self._tokenize(prompt)
         self._validate(token_ids, params)
         number = self._num_requests
@@ -217,9 +215,7 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         for token in token_ids:
             if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})"
-                )
+                raise ValueError(f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})")
         if len(token_ids) >= self.max_request_len:
             limit = (
                 f"max_model_len is {self.max_model_len}"
@@ -227,13 +223,10 @@ class Engine:
                 else f"the KV cache holds {self.max_request_len} tokens ({self.num_blocks} blocks)"
             )
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and {limit}: it must leave room for at least one output "
-                "token"
+                f"the prompt has {len(token_ids)} tokens and {limit}: it must leave room for at least one output token"
             )
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError(
-                "stop strings need a tokenizer, which this model does not have: use stop_token_ids"
-            )
+            raise ValueError("stop strings need a tokenizer, which this model does not have: use stop_token_ids")
         params.validate_for(self.vocab_size)
 
 
@@ -252,9 +245,7 @@ def drive(
         now = clock.now()
         while position < len(pending) and origin + pending[position].time <= now:
             arrival = pending[position]
-            engine.add_request(
-                arrival.request_id, arrival.prompt_token_ids, arrival.params, origin + arrival.time
-            )
+            engine.add_request(arrival.request_id, arrival.prompt_token_ids, arrival.params, origin + arrival.time)
             position += 1
         if engine.has_unfinished_requests():
             yield engine.step(), engine.last_step

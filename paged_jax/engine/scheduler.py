@@ -129,9 +129,7 @@ class Scheduler:
         self.kv_cache.check_integrity(self.running)
         slots = [request.slot for request in self.running]
         assert None not in slots, "a running request has no slot"
-        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), (
-            "a slot is lost or has two owners"
-        )
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or has two owners"
         for request in self.waiting:
             assert request.slot is None, "a waiting request owns a slot"
             assert not request.block_tables, "a waiting request holds blocks"
@@ -164,14 +162,9 @@ class Scheduler:
         if is_eos or is_stop_token:
             request.finish_reason = "stop"
             request.stop_reason = token if is_stop_token else None
-        elif (
-            request.num_output_tokens == params.max_tokens
-            or len(request.token_ids) >= request.max_total_tokens
-        ):
+        elif request.num_output_tokens == params.max_tokens or len(request.token_ids) >= request.max_total_tokens:
             request.finish_reason = "length"
-        if request.text is not None and (
-            request.finish_reason != "stop" or params.include_stop_str_in_output
-        ):
+        if request.text is not None and (request.finish_reason != "stop" or params.include_stop_str_in_output):
             stop_string = request.text.append(token)
             if stop_string is not None:
                 request.finish_reason = "stop"

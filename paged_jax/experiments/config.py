@@ -69,9 +69,7 @@ class Report(StrictModel):
         ]:
             for name in names:
                 if name not in METRICS:
-                    raise ValueError(
-                        f"report.{where} names an unknown metric {name!r}{nearest(name, list(METRICS))}"
-                    )
+                    raise ValueError(f"report.{where} names an unknown metric {name!r}{nearest(name, list(METRICS))}")
         for key, panels in (self.figures or {}).items():
             for panel in panels:
                 units = sorted({METRICS[m].unit or "counts" for m in panel})
@@ -120,9 +118,7 @@ class ExperimentConfig(StrictModel):
                 raise ValueError("report.baseline compares settings, but nothing is swept: leave it out")
             values = swept[x or next(iter(swept))]
             if not any(_same(baseline, v) for v in values):
-                raise ValueError(
-                    f"report.baseline is {baseline!r}, which is not one of the values {list(values)!r}"
-                )
+                raise ValueError(f"report.baseline is {baseline!r}, which is not one of the values {list(values)!r}")
         return self
 
     @property
@@ -167,9 +163,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     if raw is None:
         raise ValueError(f"{path} is empty: an experiment needs at least name, model, workload and report")
     if not isinstance(raw, dict):
-        raise ValueError(
-            f"{path} does not hold keys and values: an experiment file begins like `name: block_size`"
-        )
+        raise ValueError(f"{path} does not hold keys and values: an experiment file begins like `name: block_size`")
     for override in overrides:
         _override(raw, override)
     return experiment_from_dict(raw)
@@ -185,9 +179,7 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
         if _get(raw, key) is not _ABSENT:
             raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
         if len(values) != sum(not any(_same(v, w) for w in values[:i]) for i, v in enumerate(values)):
-            raise ValueError(
-                f"sweep.{key} {list(values)!r} repeats a value: use repeats to run a setting again"
-            )
+            raise ValueError(f"sweep.{key} {list(values)!r} repeats a value: use repeats to run a setting again")
     for key in raw:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")
@@ -209,9 +201,7 @@ def settings(config: ExperimentConfig) -> tuple[Setting, ...]:
     for point in _points(config.sweep):
         values = _filled(base, point)
         engine = _section(EngineConfig, values["engine"], "engine")
-        expanded.append(
-            Setting(point, engine, _section(_workload_model(values), values["workload"], "workload"))
-        )
+        expanded.append(Setting(point, engine, _section(_workload_model(values), values["workload"], "workload")))
     return tuple(expanded)
 
 
@@ -280,9 +270,7 @@ def _axes(sweep: Any) -> list[dict[str, tuple[Any, ...]]]:
     groups = [{key: values} for key, values in sweep.items() if key != "zip"]
     zipped = sweep.get("zip", ())
     if not isinstance(zipped, (list, tuple)) or not all(isinstance(g, Mapping) and g for g in zipped):
-        raise ValueError(
-            "sweep.zip must be a list of groups, each a mapping of keys to lists of equal length"
-        )
+        raise ValueError("sweep.zip must be a list of groups, each a mapping of keys to lists of equal length")
     axes = groups + [dict(g) for g in zipped]
     for axis in axes:
         for key, values in axis.items():
@@ -306,19 +294,14 @@ def _swept(sweep: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _points(sweep: Any) -> Iterator[dict[str, Any]]:
-    axes = [
-        [dict(zip(axis, row, strict=True)) for row in zip(*axis.values(), strict=True)]
-        for axis in _axes(sweep)
-    ]
+    axes = [[dict(zip(axis, row, strict=True)) for row in zip(*axis.values(), strict=True)] for axis in _axes(sweep)]
     for combination in itertools.product(*axes):
         yield {key: value for part in combination for key, value in part.items()}
 
 
 def _check_swept_key(key: str, known: Sequence[str]) -> None:
     if inside := [path for path in known if path.startswith(f"{key}.")]:
-        raise ValueError(
-            f"sweep.{key}: sweep the keys inside of it, such as {inside[0]}, not all of it at once"
-        )
+        raise ValueError(f"sweep.{key}: sweep the keys inside of it, such as {inside[0]}, not all of it at once")
     if key in known and key.startswith(("engine.", "workload.")) and key != "workload.kind":
         return
     if key in known:

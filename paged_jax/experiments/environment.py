@@ -35,9 +35,7 @@ def git_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=True
-            )
+            done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()

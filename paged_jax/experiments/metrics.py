@@ -78,9 +78,7 @@ METRICS: dict[str, Metric] = {
     "kv_internal_fragmentation": Metric(
         "unused in blocks", "ratio", "share of the KV pool in blocks in use that holds nothing, over time"
     ),
-    "kv_cached": Metric(
-        "prefix cache", "ratio", "share of the KV pool that only the prefix cache keeps, over time"
-    ),
+    "kv_cached": Metric("prefix cache", "ratio", "share of the KV pool that only the prefix cache keeps, over time"),
     "kv_free": Metric("free", "ratio", "share of the KV pool that holds nothing, over time"),
     "internal_fragmentation": Metric(
         "internal fragmentation", "ratio", "unused slots of blocks in use / slots of blocks in use, over time"
@@ -99,9 +97,7 @@ METRICS: dict[str, Metric] = {
     "padded_tokens": Metric("padded tokens", "tokens", "padding computed besides"),
     "padding_fraction": Metric("padding", "ratio", "padded_tokens / (computed_tokens + padded_tokens)"),
     "compilations": Metric("compilations", "", "programs compiled during the trial; 0 after a full warm-up"),
-    "warmup_compilations": Metric(
-        "warm-up compilations", "", "programs compiled before the setting's trials"
-    ),
+    "warmup_compilations": Metric("warm-up compilations", "", "programs compiled before the setting's trials"),
     "compile_s": Metric("compile time", "s", "time spent compiling before the setting's trials"),
 }
 """Every metric of a trial. "Over time" is the mean over steps weighted by their duration: sum(d * x) /

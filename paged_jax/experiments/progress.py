@@ -38,9 +38,7 @@ class RunProgress:
         """Change the words beside the bar."""
         self._bar.set_description_str(what, refresh=False)
         left = self.seconds_left()
-        self._bar.set_postfix_str(
-            "" if left is None else f"about {tqdm.format_interval(left)} left", refresh=False
-        )
+        self._bar.set_postfix_str("" if left is None else f"about {tqdm.format_interval(left)} left", refresh=False)
         self._bar.refresh()
 
     def end(self, kind: str) -> None:

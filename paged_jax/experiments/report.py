@@ -53,9 +53,7 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
     if config.report.baseline is not None and config.x is not None:
         name = f"{config.x.rpartition('.')[2]}={config.report.baseline}"
         compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
-        title = (
-            f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
-        )
+        title = f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
         tables += [_table(config, title, compared, _difference_cell)] if compared else []
     title = f"{config.name}: noise (sd between repeats) / variation (sd between seeds)"
     tables.append(_table(config, title, summaries, _deviations_cell))
@@ -82,8 +80,7 @@ def _table(
 ) -> Table:
     swept = list(summaries[0].setting.values) if summaries else []
     columns = {
-        name: METRICS[name].display([s.metrics[name].estimate.mean for s in summaries])
-        for name in config.report.y
+        name: METRICS[name].display([s.metrics[name].estimate.mean for s in summaries]) for name in config.report.y
     }
     return Table(
         title,
@@ -158,9 +155,7 @@ def _compilation_note(records: Sequence[Mapping[str, Any]], runs: Sequence[Mappi
     during = sum(record["metrics"]["compilations"] for record in records)
     note = f"{programs} programs were compiled in {seconds:.1f} s of warm-up, outside the timings"
     if during:
-        return (
-            f"WARNING: {during:.0f} more were compiled inside timed trials, which are slower for it; {note}."
-        )
+        return f"WARNING: {during:.0f} more were compiled inside timed trials, which are slower for it; {note}."
     return f"{note}, and none during a trial."
 
 

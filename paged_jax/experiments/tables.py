@@ -39,11 +39,7 @@ class Table:
     def latex(self) -> str:
         """A table environment for \\usepackage{booktabs}."""
         rows = [" & ".join(map(_escape, row)) + r" \\" for row in self.rows]
-        units = (
-            [" & ".join(_escape(f"({u})" if u else "") for u in self.units) + r" \\"]
-            if any(self.units)
-            else []
-        )
+        units = [" & ".join(_escape(f"({u})" if u else "") for u in self.units) + r" \\"] if any(self.units) else []
         return "\n".join(
             [
                 r"\begin{table}",

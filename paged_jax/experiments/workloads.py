@@ -36,9 +36,7 @@ class Lengths(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.min <= self.mean <= self.max:
-            raise ValueError(
-                f"the mean ({self.mean:g}) must lie between min ({self.min}) and max ({self.max})"
-            )
+            raise ValueError(f"the mean ({self.mean:g}) must lie between min ({self.min}) and max ({self.max})")
         return self
 
     def draw(self, count: int, rng: np.random.Generator) -> list[int]:
@@ -118,9 +116,7 @@ def longest_request(spec: Workload) -> int | None:
             return None
 
 
-def make_workload(
-    spec: Workload, seed: int, tokenizer: "Tokenizer | None", vocab_size: int
-) -> tuple[Arrival, ...]:
+def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", vocab_size: int) -> tuple[Arrival, ...]:
     """The requests of one trial, by arrival time.
 
     Prompts, output lengths and arrivals are drawn from separate streams: changing `request_rate` moves the
@@ -137,9 +133,7 @@ def make_workload(
             prefixes = [_tokens(spec.prefix_len, vocab_size, contents) for _ in range(spec.num_prefixes)]
             chosen = contents.integers(spec.num_prefixes, size=spec.num_requests)
             suffixes = spec.suffix.draw(spec.num_requests, lengths)
-            prompts = [
-                prefixes[i] + _tokens(n, vocab_size, contents) for i, n in zip(chosen, suffixes, strict=True)
-            ]
+            prompts = [prefixes[i] + _tokens(n, vocab_size, contents) for i, n in zip(chosen, suffixes, strict=True)]
     times = np.zeros(len(prompts))
     if spec.request_rate is not None:
         times[1:] = np.cumsum(gaps.exponential(1 / spec.request_rate, len(prompts) - 1))
@@ -177,8 +171,7 @@ def _real_prompts(
 ) -> list[tuple[int, ...]]:
     if tokenizer is None:
         raise ValueError(
-            "workload.kind 'prompts' needs a model with a tokenizer, and this one has none: "
-            "use kind 'lognormal'"
+            "workload.kind 'prompts' needs a model with a tokenizer, and this one has none: use kind 'lognormal'"
         )
     texts = shipped_prompts()
     order = rng.permutation(len(texts))[: spec.num_requests]

@@ -66,9 +66,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; the caller has checked `num_available`."""
         if count > self.num_available:
-            raise RuntimeError(
-                f"{count} blocks wanted, {self.num_available} available: the caller must check first"
-            )
+            raise RuntimeError(f"{count} blocks wanted, {self.num_available} available: the caller must check first")
         blocks = []
         for _ in range(count):
             if self._free:

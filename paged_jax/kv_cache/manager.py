@@ -46,9 +46,7 @@ class KVCacheManager:
     prefix cache once their tokens are computed; they stay cached after their last user has left, until evicted.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, prefix_cache: PrefixCache, eviction: Eviction
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache, eviction: Eviction) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
@@ -136,9 +134,7 @@ class KVCacheManager:
         self.pool.check(table.block_ids for table in tables)
         for request in running:
             (table,) = request.block_tables
-            assert len(table) * self.block_size >= request.num_computed_tokens, (
-                "computed tokens without a block"
-            )
+            assert len(table) * self.block_size >= request.num_computed_tokens, "computed tokens without a block"
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -10,13 +10,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 
-def project(
-    weight: Float[Array, "out in"], x: Float[Array, "in T"], dtype: jnp.dtype
-) -> Float[Array, "out T"]:
+def project(weight: Float[Array, "out in"], x: Float[Array, "in T"], dtype: jnp.dtype) -> Float[Array, "out T"]:
     """`weight @ x`, accumulated in float32."""
-    product = jnp.einsum(
-        "oi,it->ot", weight, x, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
+    product = jnp.einsum("oi,it->ot", weight, x, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return product.astype(dtype)
 
 

@@ -23,9 +23,7 @@ def load_decoder(config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: 
 
     def read(name: str, shape: tuple[int, ...]) -> jax.Array:
         if name not in tensors:
-            raise ValueError(
-                f"the checkpoint has no tensor {name!r}, which this model needs with shape {shape}"
-            )
+            raise ValueError(f"the checkpoint has no tensor {name!r}, which this model needs with shape {shape}")
         array = tensors[name]
         if array.shape != shape:
             raise ValueError(f"tensor {name!r} has shape {array.shape}, but this model's config says {shape}")
@@ -36,9 +34,7 @@ def load_decoder(config: ModelConfig, tensors: Mapping[str, np.ndarray], dtype: 
     extra = sorted(set(tensors) - used)
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         if not np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-            raise ValueError(
-                "config says tied embeddings, but tensor 'lm_head.weight' differs from the embeddings"
-            )
+            raise ValueError("config says tied embeddings, but tensor 'lm_head.weight' differs from the embeddings")
         extra.remove("lm_head.weight")
     if extra:
         others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -63,9 +59,7 @@ def dummy_decoder(config: ModelConfig, seed: int, dtype: jnp.dtype) -> Decoder:
 def _fill(config: ModelConfig, dtype: jnp.dtype, read: ReadTensor) -> Decoder:
     """A decoder whose parameters come from `read`; nothing is allocated twice."""
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype)))
-    state = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: read(_tensor_name(path), leaf.shape), abstract
-    )
+    state = jax.tree_util.tree_map_with_path(lambda path, leaf: read(_tensor_name(path), leaf.shape), abstract)
     return nnx.merge(graph, state)
 
 

@@ -116,9 +116,7 @@ class _Detokenizer:
     with the square of their number, and cannot be flushed at the end.)
     """
 
-    def __init__(
-        self, backend: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
-    ) -> None:
+    def __init__(self, backend: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = backend
         special = backend.get_added_tokens_decoder().items() if skip_special_tokens else ()
         self._skipped = frozenset(token_id for token_id, token in special if token.special)
@@ -139,9 +137,7 @@ class _Detokenizer:
         unfinished = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_BYTES_OF_INCOMPLETE_CHARACTER)
         if not text.startswith(self._known):
             if unfinished and self._num_pending <= MAX_BYTES_OF_INCOMPLETE_CHARACTER:
-                return (
-                    ""  # in a run of byte tokens the decoder spoils the characters before an incomplete one
-                )
+                return ""  # in a run of byte tokens the decoder spoils the characters before an incomplete one
             text = self._reconcile(text)
         new = text[len(self._known) : max(len(self._known), len(text) - unfinished)]
         if new:
@@ -186,9 +182,7 @@ class _Detokenizer:
 
     def _end_of_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt's last tokens, enough to decode the first output token after."""
-        newest = [
-            t for t, _ in zip(self._with_text(reversed(prompt_token_ids)), range(MAX_WINDOW), strict=False)
-        ]
+        newest = [t for t, _ in zip(self._with_text(reversed(prompt_token_ids)), range(MAX_WINDOW), strict=False)]
         tails = list(_tails(newest[::-1]))
         clean = (tail for tail in tails if REPLACEMENT not in self._decode(tail))
         return next(clean, tails[0])

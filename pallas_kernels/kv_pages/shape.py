@@ -15,7 +15,10 @@ def page_shape(backend: str, *, block_size: int, num_kv_heads: int, head_dim: in
 
 
 def allocate_pages(
-    num_rows: int, shape: tuple[int, int, int], dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None
+    num_rows: int,
+    shape: tuple[int, int, int],
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "N B KV D"]:
     """Zeroed pages: `num_rows` is layers times (1 + num_blocks), the null block of each layer included."""
     return jnp.zeros((num_rows, *shape), dtype, device=sharding)

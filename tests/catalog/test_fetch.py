@@ -59,11 +59,7 @@ def pip(monkeypatch, tmp_path):
 
 
 def leftovers(entry):
-    return (
-        [path for path in entry.path.parent.rglob("*") if path != entry.path]
-        if entry.path.parent.exists()
-        else []
-    )
+    return [path for path in entry.path.parent.rglob("*") if path != entry.path] if entry.path.parent.exists() else []
 
 
 def test_fetched_once_and_never_asked_for_again(entry, pip, capsys):

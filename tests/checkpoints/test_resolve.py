@@ -119,9 +119,7 @@ def test_hub_id_whose_cache_lacks_files_is_completed(monkeypatch, hf_directory, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert "lm_head.weight" in resolve("some/model").tensors
     # a dummy needs the config alone
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *_, local_files_only=False, **__: str(partial)
-    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, local_files_only=False, **__: str(partial))
     assert resolve("some/model", "dummy").tensors is None
 
 

@@ -169,9 +169,7 @@ def test_llama3_splits_digits_in_threes():
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "default"])
 def test_byte_level_text_comes_back(pre, text):
     tokenizer = Tokenizer.from_gguf(byte_level(pre))
-    assert (
-        tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
-    )
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
 
 
 def test_control_tokens_are_special():
@@ -183,10 +181,7 @@ def test_control_tokens_are_special():
 def test_who_begins_with_bos():
     assert Tokenizer.from_gguf(byte_level("gpt-2")).encode("") == []
     assert Tokenizer.from_gguf(byte_level("llama-bpe")).encode("") == [0]
-    assert (
-        Tokenizer.from_gguf(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})).encode("")
-        == []
-    )
+    assert Tokenizer.from_gguf(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})).encode("") == []
     both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     assert Tokenizer.from_gguf(byte_level("gpt-2", **both)).encode("") == [0, 1]
 

@@ -78,9 +78,7 @@ def test_times_count_from_the_start_of_the_call() -> None:
 def test_each_step_yields_its_requests_and_its_statistics() -> None:
     engine = make(max_num_batched_tokens=4)
     arrivals = [arrival(0.0, "A", length=6), arrival(0.0, "B", length=2, max_tokens=1)]
-    yielded = [
-        ([r.request_id for r in advanced], stats) for advanced, stats in drive(engine, arrivals, engine.clock)
-    ]
+    yielded = [([r.request_id for r in advanced], stats) for advanced, stats in drive(engine, arrivals, engine.clock)]
     assert [names for names, _ in yielded] == [[], ["A", "B"], ["A"]]
     assert [(s.start_time, s.end_time, s.num_tokens) for _, s in yielded] == [(0, 1, 4), (1, 2, 4), (2, 3, 1)]
 

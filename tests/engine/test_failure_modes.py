@@ -59,9 +59,7 @@ def test_g02_cached_blocks_are_not_counted_as_free_as_well(bench: Bench) -> None
 def test_g06_a_request_that_no_pool_holds_is_refused_at_the_door(bench: Bench) -> None:
     engine = bench.engine(num_blocks=8, max_model_len=64)
     (prompt,) = bench.prompts([5])
-    with pytest.raises(
-        ValueError, match=r"prompt has 40 tokens and the KV cache holds 32 tokens \(8 blocks\)"
-    ):
+    with pytest.raises(ValueError, match=r"prompt has 40 tokens and the KV cache holds 32 tokens \(8 blocks\)"):
         engine.add_request("long", tuple(range(40)), greedy(4))
     (request,) = run(engine, (prompt, greedy(6)))
     assert request.output_token_ids == bench.expected(prompt, 6)
@@ -79,9 +77,7 @@ def test_g06_b_request_that_outgrows_the_pool_ends_with_length(bench: Bench) -> 
 
 @pytest.mark.parametrize("victims", ["victim_policies:FirstArrivedVictim", "victim_policies:LongestVictim"])
 @pytest.mark.parametrize("budget", [64, 7])
-def test_g07_victim_that_had_its_turn_in_this_step_does_not_run(
-    bench: Bench, victims: str, budget: int
-) -> None:
+def test_g07_victim_that_had_its_turn_in_this_step_does_not_run(bench: Bench, victims: str, budget: int) -> None:
     engine = bench.engine(num_blocks=5, max_num_batched_tokens=budget, victim_policy=victims)
     prompts = bench.prompts([6, 4, 5])
     requests = run(engine, *((prompt, greedy(9)) for prompt in prompts))
@@ -259,9 +255,7 @@ def test_s10_long_preempted_request_does_not_stop_the_others(bench: Bench) -> No
 
 
 def test_s11_prompt_beyond_the_budget_without_chunks_is_refused_when_the_engine_starts() -> None:
-    with pytest.raises(
-        ValueError, match=r"raise max_num_batched_tokens \(16\) to the longest request \(32\)"
-    ):
+    with pytest.raises(ValueError, match=r"raise max_num_batched_tokens \(16\) to the longest request \(32\)"):
         host_engine(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=32)
 
 

@@ -34,9 +34,7 @@ def cases(reference: DenseReference) -> list[Case]:
 
 
 @pytest.fixture(scope="session")
-def expected(
-    cases: list[Case], tiny_engine: MakeEngine, reference: DenseReference
-) -> Callable[[int], list[int]]:
+def expected(cases: list[Case], tiny_engine: MakeEngine, reference: DenseReference) -> Callable[[int], list[int]]:
     """Case -> its tokens: the dense reference's if greedy, else what the engine gives the request alone."""
     engine = tiny_engine(prefix_cache="none")
 

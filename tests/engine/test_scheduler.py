@@ -202,9 +202,7 @@ def test_least_recently_used_block_is_evicted_first_and_tails_before_heads() -> 
         drain(engine)
     pool = engine.scheduler.kv_cache.pool
     assert (pool.num_cached, pool.num_free) == (4, 1)
-    add(
-        engine, "A again", 9, 1
-    )  # hits both of A's blocks, which are then the most recent, and takes the free one
+    add(engine, "A again", 9, 1)  # hits both of A's blocks, which are then the most recent, and takes the free one
     drain(engine)
     assert engine.executor.steps[-1] == [("A again", 8, 1)]
     add(engine, "C", 5, 1, 40)  # takes the block that is free again, and evicts the tail of B

@@ -128,9 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert sum(pool._is_cached) == len(prefix_cache), "pool and prefix cache disagree on what is cached"
 
     def check_output(self, request: Request) -> None:
-        expected = tokens_alone(
-            request.prompt_token_ids, request.sampling_params, self.engine.max_request_len, EOS
-        )
+        expected = tokens_alone(request.prompt_token_ids, request.sampling_params, self.engine.max_request_len, EOS)
         assert (request.output_token_ids, request.finish_reason) == expected
         metrics, block_size = request.metrics, self.engine.config.block_size
         assert metrics.num_cached_tokens <= request.num_prompt_tokens - 1

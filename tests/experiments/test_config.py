@@ -61,10 +61,7 @@ def test_grid_and_zip_combine(raw_experiment):
     }
     del raw_experiment["engine"]["max_num_seqs"]
     config = experiment_from_dict(raw_experiment)
-    points = [
-        (s.engine.block_size, s.engine.max_num_seqs, s.engine.max_num_batched_tokens)
-        for s in settings(config)
-    ]
+    points = [(s.engine.block_size, s.engine.max_num_seqs, s.engine.max_num_batched_tokens) for s in settings(config)]
     assert points == [(8, 2, 64), (8, 4, 128), (16, 2, 64), (16, 4, 128)]
     assert config.series_keys == ("engine.max_num_seqs", "engine.max_num_batched_tokens")
     assert settings(config)[0].label == "block_size=8, max_num_seqs=2, max_num_batched_tokens=64"

@@ -41,9 +41,7 @@ def requests():
 
 
 def step(start, end, tokens, padded, decodes, running, waiting, preempted, blocks, kv):
-    return StepStats(
-        start, end, tokens, padded, decodes, running, waiting, preempted, blocks, blocks, KVUsage(*kv)
-    )
+    return StepStats(start, end, tokens, padded, decodes, running, waiting, preempted, blocks, blocks, KVUsage(*kv))
 
 
 STEPS = [
@@ -102,9 +100,9 @@ def test_metrics_of_the_schedule(requests):
         "compile_s": 1.5,
     }
     assert {name: m[name] for name in expected} == pytest.approx(expected)
-    assert sum(
-        m[name] for name in ("kv_token_states", "kv_internal_fragmentation", "kv_cached", "kv_free")
-    ) == (pytest.approx(1))
+    assert sum(m[name] for name in ("kv_token_states", "kv_internal_fragmentation", "kv_cached", "kv_free")) == (
+        pytest.approx(1)
+    )
 
 
 def test_a_request_cut_short_is_counted_and_one_without_tokens_has_no_latency(requests):

@@ -10,8 +10,7 @@ from paged_jax.experiments.trials import plan
 
 def summaries_of(config):
     records = [
-        {"key": t.key, "metrics": dict.fromkeys(METRICS, 0.2 + 0.01 * t.seed + 0.001 * t.repeat)}
-        for t in plan(config)
+        {"key": t.key, "metrics": dict.fromkeys(METRICS, 0.2 + 0.01 * t.seed + 0.001 * t.repeat)} for t in plan(config)
     ]
     return summarise(config, records)
 

@@ -33,9 +33,7 @@ def config(raw_experiment):
 
 @pytest.fixture
 def records(config):
-    return records_of(
-        config, lambda size, seed, repeat: 100 * (seed + 1) + size + (seed if size == 64 else 0) + repeat
-    )
+    return records_of(config, lambda size, seed, repeat: 100 * (seed + 1) + size + (seed if size == 64 else 0) + repeat)
 
 
 def test_summary_by_hand(config, records):
@@ -107,9 +105,7 @@ def test_notes_say_when_tokens_differ_or_requests_end_early(config, records):
     records[0]["tokens_sha256"] = "others"
     records[1]["metrics"]["truncated_requests"] = 3
     notes = make_notes(config, records, [])
-    assert notes[0].startswith(
-        "WARNING: generated tokens differ between trials of one workload for 1 of 3 seeds"
-    )
+    assert notes[0].startswith("WARNING: generated tokens differ between trials of one workload for 1 of 3 seeds")
     assert any("3 requests ended before their length" in note for note in notes)
 
 

@@ -94,8 +94,5 @@ def test_a_request_that_is_too_long_for_the_model_or_the_pool_is_named():
 
 
 def test_no_jax_is_imported():
-    code = (
-        "import sys, paged_jax.experiments.config, paged_jax.experiments.runner\n"
-        "assert 'jax' not in sys.modules"
-    )
+    code = "import sys, paged_jax.experiments.config, paged_jax.experiments.runner\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

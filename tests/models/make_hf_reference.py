@@ -68,9 +68,7 @@ def main() -> None:
         config = LlamaConfig(**{**BASE, **extra}, architectures=["LlamaForCausalLM"], dtype="float32")
         model = LlamaForCausalLM(config).eval()
         weights = random_weights(config.to_dict(), SEED)
-        missing, unexpected = model.load_state_dict(
-            {k: torch.from_numpy(w) for k, w in weights.items()}, strict=False
-        )
+        missing, unexpected = model.load_state_dict({k: torch.from_numpy(w) for k, w in weights.items()}, strict=False)
         if unexpected or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
             raise SystemExit(f"{name}: missing {missing}, unexpected {unexpected}")
         with torch.no_grad():

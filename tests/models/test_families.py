@@ -47,9 +47,7 @@ def test_plain_llama():
 
 def test_defaults_of_transformers_fill_what_is_left_out():
     few = {
-        k: v
-        for k, v in LLAMA.items()
-        if k not in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+        k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
     }
     config = from_hf(few)
     assert (config.num_kv_heads, config.max_position_embeddings, config.rms_norm_eps) == (4, 2048, 1e-6)
@@ -61,9 +59,7 @@ def test_model_type_stands_in_for_architectures():
 
 
 def test_options():
-    config = from_hf(
-        {**LLAMA, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-    )
+    config = from_hf({**LLAMA, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True})
     assert (config.head_dim, config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (
         24,
         *[True] * 3,
@@ -89,9 +85,7 @@ def test_rope_scaling_under_every_key(block_key, kind_key):
 def test_theta_inside_the_rope_block_wins():
     block = {"rope_type": "default", "rope_theta": 500000.0}
     assert from_hf({**LLAMA, "rope_theta": 7.0, "rope_parameters": block}).rope_theta == 500000.0
-    assert (
-        from_hf({**LLAMA, "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}}).rope_theta == 7.0
-    )
+    assert from_hf({**LLAMA, "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}}).rope_theta == 7.0
 
 
 def test_original_length_beside_the_block_wins_and_defaults_to_the_full_one():

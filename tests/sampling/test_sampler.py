@@ -97,13 +97,9 @@ def test_g20_a_row_depends_on_nothing_but_itself(params):
     vocab_size, count = 331, 16
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(count, vocab_size)).astype(np.float32) * 2
-    alone = np.concatenate(
-        [draw(logits[i : i + 1], make_rows([42], **params), positions=i) for i in range(count)]
-    )
+    alone = np.concatenate([draw(logits[i : i + 1], make_rows([42], **params), positions=i) for i in range(count)])
     # with itself at other positions, in one batch
-    np.testing.assert_array_equal(
-        draw(logits, make_rows([42] * count, **params), positions=np.arange(count)), alone
-    )
+    np.testing.assert_array_equal(draw(logits, make_rows([42] * count, **params), positions=np.arange(count)), alone)
     # in any row of a batch of any size, beside mates of each kind
     kinds = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5}, {"temperature": 3.0}]
     for batch, slot in ((5, 0), (16, 5), (16, 15)):
@@ -224,9 +220,7 @@ def test_filters_keep_what_sorting_keeps(vocab_size, tied):
 
 
 @pytest.mark.parametrize("vocab_size", [5, 777])
-@pytest.mark.parametrize(
-    "params", [{}, {"top_k": 40}, {"top_p": 0.8}, {"temperature": 1.5, "min_p": 0.05}], ids=str
-)
+@pytest.mark.parametrize("params", [{}, {"top_k": 40}, {"top_p": 0.8}, {"temperature": 1.5, "min_p": 0.05}], ids=str)
 def test_tokens_come_as_often_as_their_probabilities_say(vocab_size, params):
     logits = np.random.default_rng(9).normal(size=vocab_size).astype(np.float32) * 1.5
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
@@ -239,9 +233,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(vocab_size, params):
     expected = np.bincount(classes, weights=probabilities)
     observed = np.bincount(classes[tokens], minlength=len(expected))
     used = expected * len(tokens) >= 1
-    statistic = ((observed - expected * len(tokens)) ** 2 / np.maximum(expected * len(tokens), 1e-9))[
-        used
-    ].sum()
+    statistic = ((observed - expected * len(tokens)) ** 2 / np.maximum(expected * len(tokens), 1e-9))[used].sum()
     freedom = max(used.sum() - 1, 1)
     # Wilson and Hilferty's cube root makes it normal; 3.7 is the 1e-4 tail
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / np.sqrt(2 / (9 * freedom))
@@ -282,7 +274,5 @@ def test_the_key_is_the_seed_folded_with_index_position_and_purpose():
     key = jax.random.wrap_key_data(jnp.asarray(seed_words(seed), jnp.uint32), impl="threefry2x32")
     for number in (index, position, purpose):
         key = jax.random.fold_in(key, number)
-    folded = _draw_key(
-        jnp.asarray(seed_words(seed), jnp.uint32), jnp.int32(index), jnp.int32(position), purpose
-    )
+    folded = _draw_key(jnp.asarray(seed_words(seed), jnp.uint32), jnp.int32(index), jnp.int32(position), purpose)
     np.testing.assert_array_equal(jax.random.key_data(folded), jax.random.key_data(key))

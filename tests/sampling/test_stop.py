@@ -53,9 +53,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
         ",",
         "é",
     ]
-    tokenizer = Tokenizer(
-        models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -135,9 +133,7 @@ def test_g23_every_split_of_the_text_stops_at_the_same_character(stops, shown, s
 
 
 def test_g23_a_stop_in_the_prompt_or_across_its_end_does_not_count():
-    text, matched, _ = run(
-        SPELLING, ids(SPELLING, ["ABC", "D"]), ids(SPELLING, ["EF", "AB", "CD", "E"]), ["CDE", "BC"]
-    )
+    text, matched, _ = run(SPELLING, ids(SPELLING, ["ABC", "D"]), ids(SPELLING, ["EF", "AB", "CD", "E"]), ["CDE", "BC"])
     assert (text, matched) == ("EFA", "BC")
     text, matched, _ = run(SPELLING, ids(SPELLING, ["ABC", "D"]), ids(SPELLING, ["E", "F"]), ["CDE", "D"])
     assert (text, matched) == ("EF", None)
@@ -178,9 +174,7 @@ def utf8(tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
-@pytest.mark.parametrize(
-    "text", ["é☃😀", "x😀" * 12, "日本語のテキスト、とても長いです。" * 4, "👩‍👩‍👧‍👦🏳️‍🌈"]
-)
+@pytest.mark.parametrize("text", ["é☃😀", "x😀" * 12, "日本語のテキスト、とても長いです。" * 4, "👩‍👩‍👧‍👦🏳️‍🌈"])
 def test_characters_spread_over_tokens_appear_whole_and_at_once(tokenizer, text):
     tokens = utf8(tokenizer, text)
     for cut in range(len(text)):
@@ -275,9 +269,7 @@ def test_any_bytes_equal_decoding_everything_at_once(tokens, data):
 @settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(
-        st.sampled_from(
-            ["▁Hello", "▁world", "lo", ",", "▁", "<s>", "é", "bytes of é", "bytes of 😀", "<0x80>"]
-        ),
+        st.sampled_from(["▁Hello", "▁world", "lo", ",", "▁", "<s>", "é", "bytes of é", "bytes of 😀", "<0x80>"]),
         max_size=25,
     ),
     data=st.data(),
@@ -298,9 +290,7 @@ def test_pieces_and_byte_runs_equal_decoding_everything_at_once(pieces, data):
 def test_the_cost_of_a_token_does_not_grow_with_the_text_or_the_prompt(monkeypatch):
     lengths = []  # counts, unlike times, are the same on a busy machine
     decode = _Detokenizer._decode
-    monkeypatch.setattr(
-        _Detokenizer, "_decode", lambda self, ids: lengths.append(len(ids)) or decode(self, ids)
-    )
+    monkeypatch.setattr(_Detokenizer, "_decode", lambda self, ids: lengths.append(len(ids)) or decode(self, ids))
     letter = utf8(BYTE_LEVEL, "a")
     stream = TextStream(BYTE_LEVEL, letter * 10**5, ["Q" * 50, "zz"])
     assert sum(lengths) < 100
