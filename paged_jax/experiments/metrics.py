@@ -56,7 +56,7 @@ KV_SHARES = ("kv_token_states", "kv_internal_fragmentation", "kv_cached", "kv_fr
 
 METRICS: dict[str, Metric] = {
     "wall_s": Metric("wall time", "s", "from the first arrival to the end of the last step"),
-    "requests_per_s": Metric("request throughput", "requests/s", "finished requests / wall_s"),
+    "requests_per_s": Metric("request throughput", "requests/s", "(finished_requests + truncated_requests) / wall_s"),
     "output_tokens_per_s": Metric("output throughput", "tokens/s", "output tokens / wall_s"),
     "total_tokens_per_s": Metric("total throughput", "tokens/s", "(prompt + output tokens) / wall_s"),
     "finished_requests": Metric("finished requests", "", "requests that ended with their length reached"),

@@ -109,6 +109,8 @@ def test_a_request_cut_short_is_counted_and_one_without_tokens_has_no_latency(re
     cut = request("C", 3, [], RequestMetrics(0.0, None, None, 2.0), max_tokens=5)
     m = trial_metrics([*requests, cut], STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
     assert (m["finished_requests"], m["truncated_requests"]) == (2, 1)
+    assert m["requests_per_s"] == pytest.approx((m["finished_requests"] + m["truncated_requests"]) / m["wall_s"])
+    assert METRICS["requests_per_s"].definition == "(finished_requests + truncated_requests) / wall_s"
     assert m["ttft_s_mean"] == 1.25
 
 
