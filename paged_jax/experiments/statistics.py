@@ -82,7 +82,15 @@ def noise(by_seed: Sequence[Sequence[float]]) -> float:
 
 
 def variation(by_seed: Sequence[Sequence[float]]) -> float:
-    """Standard deviation over seeds of the means of their repeats; NaN with fewer than two seeds."""
+    """Standard deviation between seeds without the noise: sqrt(max(0, var of the seeds' means - noise^2 / R)).
+
+    The mean of R repeats still carries noise^2 / R of the clock's variance. With one repeat the noise is unknown, so
+    none is subtracted. NaN with fewer than two seeds.
+    """
     if len(by_seed) < 2:
         return math.nan
-    return float(np.std([np.mean(repeats) for repeats in by_seed], ddof=1))
+    between = float(np.var([np.mean(repeats) for repeats in by_seed], ddof=1))
+    left = 0.0
+    if min(len(repeats) for repeats in by_seed) > 1:
+        left = float(np.mean([np.var(repeats, ddof=1) / len(repeats) for repeats in by_seed]))
+    return math.sqrt(max(0.0, between - left))

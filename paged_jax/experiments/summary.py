@@ -22,7 +22,7 @@ class MetricSummary:
     noise: float
     """Standard deviation between repeats of one workload; NaN with one repeat."""
     variation: float
-    """Standard deviation between seeds; NaN with one seed."""
+    """Standard deviation between seeds, less what noise adds to it; NaN with one seed."""
     difference: Estimate | None
     """To the baseline setting, paired by seed; None for the baseline itself and without one."""
     baseline_mean: float

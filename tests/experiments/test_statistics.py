@@ -40,6 +40,10 @@ def test_noise_and_variation_are_told_apart():
     by_seed = [[9.0, 11.0], [19.0, 21.0], [28.0, 32.0]]
     # variances within seeds 2, 2 and 8; means 10, 20 and 30
     assert noise(by_seed) == pytest.approx(2.0)
-    assert variation(by_seed) == pytest.approx(10.0)
+    # variance of the means 100, of which the noise of two repeats is 2^2 / 2
+    assert variation(by_seed) == pytest.approx(math.sqrt(98))
+    assert variation([[10.0], [20.0], [30.0]]) == pytest.approx(10.0)  # one repeat: the noise is not known
+    # means 10 and 11 with variance 0.5, all of which noise explains: 8 / 2
+    assert variation([[8.0, 12.0], [9.0, 13.0]]) == 0
     assert math.isnan(noise([[1.0], [2.0]]))
     assert math.isnan(variation([[1.0, 2.0]]))
