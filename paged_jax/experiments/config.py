@@ -71,6 +71,8 @@ class Report(StrictModel):
                 if name not in METRICS:
                     raise ValueError(f"report.{where} names an unknown metric {name!r}{nearest(name, list(METRICS))}")
         for key, panels in (self.figures or {}).items():
+            if not panels:
+                raise ValueError(f"report.figures.{key} is empty: list the metrics that it shows, or leave it out")
             for panel in panels:
                 units = sorted({METRICS[m].unit or "counts" for m in panel})
                 if len(units) != 1:
@@ -113,6 +115,8 @@ class ExperimentConfig(StrictModel):
         if x is not None and x not in swept:
             hint = nearest(x, list(swept)) if swept else "; nothing is swept"
             raise ValueError(f"report.x is {x!r}, which is not a swept key{hint}")
+        if self.report.figures and not swept:
+            raise ValueError("report.figures are drawn over a swept key, but nothing is swept: leave them out")
         if baseline is not None:
             if not swept:
                 raise ValueError("report.baseline compares settings, but nothing is swept: leave it out")
@@ -172,7 +176,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     """Check plain values, as they stand in a file, and every setting of their sweep."""
     raw = _tuples(raw)
-    sweep = raw.get("sweep") or {}
+    sweep = {} if raw.get("sweep") is None else raw["sweep"]
     known = _known_paths(_workload_model(raw))
     for key, values in _swept(sweep).items():
         _check_swept_key(key, known)
