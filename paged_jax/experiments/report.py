@@ -23,7 +23,7 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     runs = _runs(directory)
     notes = make_notes(config, records, runs)
     to_frame(summaries).to_csv(directory / "summary.csv", index=False)
-    figures = write_figures(config, summaries, directory / "figures")
+    figures = [] if config.x is None else list(config.report.panels)
     markdown = [
         f"# {config.name}",
         "",
@@ -32,7 +32,7 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
         *(table.markdown() for table in tables),
         *(f"- {note}" for note in notes),
         "",
-        *(f"![{path.stem}](figures/{path.name})\n" for path in figures if path.suffix == ".png"),
+        *(f"![{name}](figures/{name}.png)\n" for name in figures),
         "### Metrics",
         "",
         *(f"- `{name}`: {METRICS[name].definition}." for name in config.report.y),
@@ -41,6 +41,7 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     (directory / "summary.md").write_text("\n".join(markdown), encoding="utf-8")
     latex = ["% needs \\usepackage{booktabs}", *(table.latex() for table in tables)]
     (directory / "summary.tex").write_text("\n".join(latex), encoding="utf-8")
+    write_figures(config, summaries, directory / "figures")  # last: the numbers are safe if drawing fails
     return "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])
 
 

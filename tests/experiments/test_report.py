@@ -43,7 +43,7 @@ def test_summary_by_hand(config, records):
     assert m.estimate.mean == pytest.approx(204.5)
     assert m.estimate.half_width == pytest.approx(4.3027 * 100 / math.sqrt(3), rel=1e-4)
     assert m.noise == pytest.approx(math.sqrt(0.5))
-    assert m.variation == pytest.approx(100)
+    assert m.variation == pytest.approx(math.sqrt(100**2 - 0.5 / 2))
     assert (m.difference.mean, m.difference.half_width) == (pytest.approx(-12), pytest.approx(0, abs=1e-9))
     assert base.metrics["wall_s"].difference is None
     # differences 48, 49, 50
@@ -97,6 +97,17 @@ def test_nothing_swept_is_a_table_without_figures(raw_experiment, tmp_path):
     config = experiment_from_dict({**raw_experiment, "sweep": {}, "report": report})
     write_reports(config, records_of(config, lambda size, seed, repeat: 1.0), tmp_path)
     assert not (tmp_path / "figures").exists()
+
+
+def test_a_figure_that_fails_leaves_the_numbers(config, records, tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("paged_jax.experiments.report.write_figures", fail)
+    with pytest.raises(RuntimeError, match="no fonts"):
+        write_reports(config, records, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"summary.csv", "summary.md", "summary.tex"}
+    assert "![memory](figures/memory.png)" in (tmp_path / "summary.md").read_text()
 
 
 def test_notes_say_when_tokens_differ_or_requests_end_early(config, records):
