@@ -179,7 +179,7 @@ class Models:
     """List the catalogue of models.
 
     For each: name, shape, where its weights come from, and whether they are on this machine. A model with its
-    shape only can be used with random weights: --load-format dummy.
+    shape only can be used with random weights, in an experiment or in Python: load_format dummy.
     """
 
     needs: ClassVar[str] = ""
@@ -235,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    sys.path.append(os.getcwd())  # where a policy given as module:Class usually is
     try:
         with _terminated_like_interrupted():
             try:

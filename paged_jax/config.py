@@ -43,7 +43,7 @@ class EngineConfig(StrictModel):
     num_blocks: Annotated[int, Field(ge=1)] | None = None
     """Usable KV blocks; unset, as many as the memory budget holds."""
     kv_cache_memory: Annotated[int, Field(ge=1)] | None = None
-    """Bytes for KV pages on a CPU; unset, 1 GiB. Refused together with num_blocks."""
+    """Bytes for KV pages; unset, 1 GiB on a CPU. Refused together with num_blocks or memory_utilization."""
     memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of an accelerator's memory to use, weights included; unset, 0.9. Refused on a CPU."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 16
@@ -67,7 +67,7 @@ class EngineConfig(StrictModel):
     victim_policy: str = "last_arrived"
     """Who is preempted when blocks run out: "last_arrived" or "package.module:Class"."""
     attention_implementation: Literal["auto", "reference", "xla"] = "auto"
-    """Which ragged_paged_attention runs; auto picks by platform and shapes."""
+    """Which ragged_paged_attention runs; auto is xla, the one fast path there is yet."""
     layer_loop: Literal["auto", "unrolled", "scanned"] = "auto"
     """Unrolled layers run faster on a CPU, scanned ones compile faster; auto picks by platform."""
     token_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
@@ -83,6 +83,10 @@ class EngineConfig(StrictModel):
     def _check(self) -> Self:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ValueError("num_blocks and kv_cache_memory both set the size of the KV cache: give one of them")
+        if self.kv_cache_memory is not None and self.memory_utilization is not None:
+            raise ValueError(
+                "kv_cache_memory and memory_utilization both set the size of the KV cache: give one of them"
+            )
         if self.num_blocks is not None and self.memory_utilization is not None:
             raise ValueError("num_blocks and memory_utilization both set the size of the KV cache: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:

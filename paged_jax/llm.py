@@ -172,6 +172,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several: messages are `{"role": ..., "content": ...}`."""
+        if isinstance(messages, str | Mapping):
+            raise ValueError('chat takes a list of messages such as {"role": "user", "content": "Hello"}')
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.encode_chat([dict(m) for m in c]) for c in conversations]
         return self._generate(prompts, sampling_params, use_tqdm)
@@ -182,6 +184,7 @@ class LLM:
         """Complete one prompt, or answer one conversation, and yield the text piece by piece as it becomes certain.
 
         What might still turn out to be part of a stop string is held back. Closing the iterator aborts the request.
+        A prompt that cannot be served is refused when the first piece is asked for.
         """
         if isinstance(prompt, str | Mapping):
             tokens = _prompt(prompt)
@@ -226,10 +229,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
         """Queue all prompts, or none if one is refused."""
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
+        if isinstance(sampling_params, list | tuple):
             params = list(sampling_params)
+        else:
+            params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
+        for own in params:
+            if not isinstance(own, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, one or one for each prompt, got {own!r}")
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
         requests: list[Request] = []
@@ -239,7 +245,7 @@ class LLM:
                     requests.append(self.engine.add_request(str(next(self._request_ids)), prompt, own))
                 except ValueError as error:
                     raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        except ValueError:
+        except BaseException:
             for request in requests:
                 self.engine.abort(request.request_id)
             raise

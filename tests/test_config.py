@@ -48,6 +48,7 @@ BAD = [
     ({"token_buckets": [8]}, "the last of token_buckets (8) must equal max_num_batched_tokens (512)"),
     ({"num_blocks": 3, "kv_cache_memory": 4}, "num_blocks and kv_cache_memory both set the size"),
     ({"num_blocks": 3, "memory_utilization": 0.5}, "num_blocks and memory_utilization both set the size"),
+    ({"kv_cache_memory": 1 << 20, "memory_utilization": 0.5}, "kv_cache_memory and memory_utilization both set"),
     ({"max_num_batched_tokens": 8}, "max_num_batched_tokens (8) is less than max_num_seqs (16)"),
     ({"prefix_cache": "none", "eviction": "lru"}, "eviction has no effect with prefix_cache 'none'"),
     ({"prefix_cache": "hsah"}, "unknown prefix_cache 'hsah'; did you mean 'hash'? (or give"),

@@ -42,8 +42,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 def load_directory(directory: Path) -> tuple[ModelConfig, LazyTensors]:
     """Config and weights of a Hugging Face directory; the weights are read tensor by tensor, when looked up.
 
-    A head that the config ties to the embedding and the rotary buffers of old checkpoints are left out, as
-    transformers does. Raises FileNotFoundError for a missing file or shard and ValueError for a damaged one.
+    The rotary buffers of old checkpoints are left out. Raises FileNotFoundError for a missing file or shard
+    and ValueError for a damaged one.
     """
     raw = read_config(directory)
     entries, dtypes = _entries(directory)
@@ -51,8 +51,6 @@ def load_directory(directory: Path) -> tuple[ModelConfig, LazyTensors]:
         stored = dtypes.get("model.embed_tokens.weight", "F32")
         raw = {**raw, "dtype": _DTYPES.get(stored, stored)}
     config = from_hf(raw)
-    if config.tie_word_embeddings:
-        entries.pop("lm_head.weight", None)
     kept = {name: entry for name, entry in entries.items() if not name.endswith("rotary_emb.inv_freq")}
     return config, LazyTensors(kept)
 

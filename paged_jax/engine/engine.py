@@ -162,10 +162,14 @@ class Engine:
         num_running = len(self.scheduler.running)
         in_use = self.scheduler.kv_cache.pool.num_in_use
         entries = sum(len(t) for r in self.scheduler.running for t in r.block_tables)
-        result = self.executor.submit(plan).result()
-        self.clock.advance(result.modelled_seconds)
-        now = self.clock.now()
-        advanced, usage = self.scheduler.update(plan, result, now)
+        try:
+            result = self.executor.submit(plan).result()
+            self.clock.advance(result.modelled_seconds)
+            now = self.clock.now()
+            advanced, usage = self.scheduler.update(plan, result, now)
+        except BaseException:  # an interrupt, say: the device may be a token ahead of what is booked
+            self.scheduler.retract(plan)
+            raise
         for request in advanced:
             if request.is_finished:
                 del self._requests[request.request_id]

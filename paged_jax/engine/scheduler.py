@@ -111,6 +111,12 @@ class Scheduler:
                 self.finish(request, request.finish_reason, now)
         return advanced, usage
 
+    def retract(self, plan: SchedulerOutput) -> None:
+        """Take back a step whose result was lost: its requests are preempted, to be recomputed from their tokens."""
+        for part in reversed(plan.scheduled):
+            if part.request.status is RequestStatus.RUNNING:
+                self._preempt(part.request)
+
     def finish(self, request: Request, reason: str, now: float) -> None:
         """End a request wherever it is; its blocks and slot are free at once."""
         if request.status is RequestStatus.RUNNING:
@@ -121,8 +127,10 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.metrics.finished_time = now
-        if request.text is not None:
-            request.text.finish()
+        stop_string = request.text.finish() if request.text is not None else None
+        if stop_string is not None:  # completed by the characters that were held back until the end
+            request.finish_reason = "stop"
+            request.stop_reason = stop_string
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, slots and lists of requests agree."""

@@ -42,7 +42,7 @@ class AttentionOptions:
     blocks_per_layer: int
     """Null block included."""
     implementation: str | None = None
-    """Of ragged_paged_attention; None picks by platform."""
+    """Of ragged_paged_attention; None is its default."""
 
 
 class Attention(nnx.Module):

@@ -50,8 +50,8 @@ def ragged_paged_attention(
         tiles: (query, key) tokens per compute tile, independent of the page size; "xla" only.
 
     Returns:
-        Attention outputs in q's dtype; scores and sums are float32. NaN or Inf in slots that a query does not see
-        never reach its output.
+        Attention outputs in q's dtype; scores and sums are float32. NaN or Inf in slots that no query of
+        the sequence sees in this call never reach an output.
 
     Raises:
         ValueError: for shapes that do not belong together or an unknown implementation.

@@ -268,3 +268,16 @@ def test_s11_prompt_as_long_as_the_budget_runs_without_chunks(bench: Bench) -> N
     ]
     for plan in engine.executor.plans:
         assert all(part.samples for part in plan.scheduled)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0}, [SamplingParams(), {"temperature": 0}], 3])
+def test_what_is_not_sampling_params_is_refused_and_nothing_stays_queued(
+    bad: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = host_engine()
+    monkeypatch.setattr(paged_jax.llm, "build_engine", lambda model, config: engine)
+    llm = paged_jax.llm.LLM("any")
+    prompts = [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+        llm.generate(prompts, bad, use_tqdm=False)
+    assert not engine.has_unfinished_requests()

@@ -10,7 +10,7 @@ from dense_reference import DenseReference
 from host_executor import check_accounting, drain
 from tiny_engines import MAX_LEN, MakeEngine, greedy, run
 
-from paged_jax.execution.jax_executor import JaxExecutor
+from paged_jax.execution.jax_executor import JaxExecutor, JaxStepHandle
 from paged_jax.sampling.params import SamplingParams
 
 type Case = tuple[tuple[int, ...], SamplingParams]
@@ -141,6 +141,32 @@ def test_joining_a_running_batch_and_leaving_it(
     drain(engine)
     for i, request in enumerate(requests):
         assert request.output_token_ids == expected(i)
+
+
+@pytest.mark.parametrize("interrupted_step", [0, 1, 4])
+def test_interrupt_while_a_step_runs_loses_nothing(
+    tiny_engine: MakeEngine,
+    cases: list[Case],
+    expected: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    interrupted_step: int,
+) -> None:
+    """Ctrl-C between a step's launch and its result: the device is a token ahead of the host."""
+    engine = tiny_engine(block_size=4)
+    requests = [engine.add_request(str(i), *case) for i, case in enumerate(cases)]
+    for _ in range(interrupted_step):
+        engine.step()
+
+    def interrupt(handle: JaxStepHandle) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxStepHandle, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    check_accounting(engine)
+    drain(engine)
+    assert [r.output_token_ids for r in requests] == [expected(i) for i in range(len(cases))]
 
 
 @pytest.mark.parametrize("num_blocks", [12, 32])
