@@ -1,5 +1,7 @@
 """Where and with what an experiment ran: what a reader of its numbers needs to know."""
 
+import hashlib
+import json
 import os
 import platform
 import subprocess
@@ -10,7 +12,7 @@ from typing import Any
 
 _PACKAGES = ("paged-jax", "jax", "jaxlib", "flax", "numpy")
 
-COMPARABLE = ("git_commit", "versions", "platform", "device", "cpu")
+COMPARABLE = ("git_commit", "git_diff", "versions", "platform", "device", "cpu")
 """Parts that must agree between runs for their timings to belong in one table."""
 
 
@@ -30,20 +32,36 @@ def describe() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the checkout that this package is in and whether it has changes; None outside of one."""
+    """Commit of the checkout that this package is in, whether it has changes, and a fingerprint of them.
+
+    `git_diff` covers tracked files and new Python files; None without such changes. All are None outside of a checkout.
+    """
     here = Path(__file__).resolve()
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=here.parent, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
     # an environment may lie inside somebody else's repository, whose commit says nothing about this package
-    if git("ls-files", "--error-unmatch", here.name) is None:
-        return {"git_commit": None, "git_changes": None}
-    return {"git_commit": git("rev-parse", "HEAD"), "git_changes": bool(git("status", "--porcelain"))}
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return {"git_commit": None, "git_changes": None, "git_diff": None}
+    root = Path((_git(here.parent, "rev-parse", "--show-toplevel") or b"").decode())
+    return {
+        "git_commit": (_git(root, "rev-parse", "HEAD") or b"").decode() or None,
+        "git_changes": bool(_git(root, "status", "--porcelain")),
+        "git_diff": diff_sha256(root),
+    }
+
+
+def diff_sha256(root: Path) -> str | None:
+    """The first 12 digits of the SHA-256 of all uncommitted changes in a checkout; None if there are none."""
+    changes = _git(root, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff") or b""
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py") or b""
+    for name in filter(None, new.split(b"\0")):
+        path = root / os.fsdecode(name)
+        changes += name + b"\0" + (path.read_bytes() if path.is_file() else b"")
+    return hashlib.sha256(changes).hexdigest()[:12] if changes else None
+
+
+def read_runs(directory: Path) -> list[dict[str, Any]]:
+    """The descriptions of all runs in a results directory, oldest first; a trial's `run` is an index into them."""
+    path = directory / "environment.json"
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
 
 
 def cpu_model() -> str:
@@ -64,6 +82,14 @@ def available_memory() -> int | None:
         return None
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return free[0] if free else None
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    """What git prints, None if it fails."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(package: str) -> str | None:

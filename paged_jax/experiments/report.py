@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.experiments.config import ExperimentConfig, Setting, settings
-from paged_jax.experiments.environment import COMPARABLE
+from paged_jax.experiments.environment import COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
@@ -20,7 +20,8 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     """Write summary.csv, .md, .tex and figures/ from all trials; returns the text for a terminal."""
     summaries = summarise(config, records)
     tables = make_tables(config, summaries)
-    runs = _runs(directory)
+    named = {record.get("run") for record in records}  # a run that was stopped in its warm-up made no trial
+    runs = [run for i, run in enumerate(read_runs(directory)) if i in named]
     notes = make_notes(config, records, runs)
     to_frame(summaries).to_csv(directory / "summary.csv", index=False)
     figures = [] if config.x is None else list(config.report.panels)
@@ -64,7 +65,7 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
 def make_notes(
     config: ExperimentConfig, records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What a reader must know besides the numbers, one sentence each."""
+    """What a reader must know besides the numbers, one sentence each; `runs` are those that made the records."""
     return [
         _tokens_note(config, records),
         _compilation_note(records, runs),
@@ -171,15 +172,10 @@ def _truncation_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _mixed_runs_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    differing = [key for key in COMPARABLE if len({json.dumps(run[key], sort_keys=True) for run in runs}) > 1]
+    differing = [key for key in COMPARABLE if len({json.dumps(run.get(key), sort_keys=True) for run in runs}) > 1]
     if not differing:
         return []
     return [
         f"WARNING: the trials come from {len(runs)} runs that differ in {', '.join(differing)} "
         "(environment.json): run again with --fresh before comparing their timings."
     ]
-
-
-def _runs(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []

@@ -1,4 +1,5 @@
 import csv
+import json
 import math
 
 import pytest
@@ -18,6 +19,7 @@ def records_of(config, value):
     return [
         {
             "key": t.key,
+            "run": 1,
             "tokens_sha256": f"tokens of {t.seed}",
             "metrics": dict.fromkeys(METRICS, value(t.setting.engine.block_size, t.seed, t.repeat))
             | {"compilations": 0, "truncated_requests": 0},
@@ -124,6 +126,26 @@ def test_notes_say_when_runs_are_not_comparable(config, records):
     run = {"git_commit": "a", "versions": {}, "platform": "", "device": {}, "cpu": {}, "warm_up": []}
     assert len(make_notes(config, records, [run, run])) == 2
     assert "differ in git_commit" in make_notes(config, records, [run, {**run, "git_commit": "b"}])[-1]
+    assert "differ in git_diff" in make_notes(config, records, [run, {**run, "git_diff": "b"}])[-1]
+
+
+def test_runs_that_made_no_trial_are_not_spoken_of(config, records, tmp_path):
+    def described(commit, seconds):
+        return {
+            "git_commit": commit,
+            "git_changes": False,
+            "versions": {"jax": "1"},
+            "device": {"kind": "cpu"},
+            "cpu": {"model": "m", "count": 2},
+            "warm_up": [{"compilations": 3, "compile_s": seconds}],
+        }
+
+    runs = [described("first", 100.0), described("second", 1.5), described("third", 100.0)]
+    (tmp_path / "environment.json").write_text(json.dumps({"runs": runs}))
+    text = write_reports(config, records, tmp_path)
+    assert "differ in" not in text
+    assert "3 programs were compiled in 1.5 s" in text
+    assert "commit second" in (tmp_path / "summary.md").read_text()
 
 
 @pytest.mark.parametrize(
