@@ -1,6 +1,7 @@
 """Trials: their plan, and the file that remembers those that are done."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedSeq
+from ruamel.yaml.error import YAMLError
 
 from paged_jax.experiments.config import ExperimentConfig, Setting, as_plain, settings
 
@@ -104,7 +106,7 @@ def check_same_experiment(
         return
     difference = _difference(directory / "config.yaml", config)
     raise ValueError(
-        f"{directory} holds {len(strangers)} trials of a different configuration"
+        f"{directory} holds {len(strangers)} trial{'s' * (len(strangers) > 1)} of a different configuration"
         f"{f' ({difference})' if difference else ''}: "
         "discard them with --fresh, or keep them and give this experiment another name or output directory"
     )
@@ -119,8 +121,16 @@ def write_config(config: ExperimentConfig, path: Path) -> None:
     """Write the experiment as a file that `load_experiment` reads, with every default spelled out."""
     yaml = YAML()
     yaml.width = 110
-    with path.open("w", encoding="utf-8") as file:
-        yaml.dump(_lists_inline(plain_config(config)), file)
+    text = io.StringIO()
+    yaml.dump(_lists_inline(plain_config(config)), text)
+    replace_file(path, text.getvalue())
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the file in one go, so that a kill leaves the old one or the new one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _lists_inline(value: Any) -> Any:
@@ -138,7 +148,13 @@ def _difference(path: Path, config: ExperimentConfig) -> str:
     """Such as `engine.max_num_seqs is 8 there and 16 here`; at most three of them."""
     if not path.exists():
         return ""
-    there = _flat(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")))
+    try:
+        stored = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError):
+        stored = None
+    if not isinstance(stored, Mapping):
+        return f"its {path.name} is empty or damaged, so they cannot be compared"
+    there = _flat(stored)
     here = _flat(plain_config(config))
     keys = [
         key
