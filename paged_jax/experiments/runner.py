@@ -7,23 +7,25 @@ they share the model's weights, but each has its own KV pages.
 import dataclasses
 import gc
 import json
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_jax.checkpoints.resolve import prepare
-from paged_jax.config import EngineConfig
+from paged_jax.checkpoints.resolve import prepare, resolve
+from paged_jax.config import POLICIES, EngineConfig
 from paged_jax.engine.engine import Arrival, drive
+from paged_jax.engine.policies import load_policy
 from paged_jax.experiments.config import ExperimentConfig
-from paged_jax.experiments.environment import available_memory, describe
+from paged_jax.experiments.environment import available_memory, describe, git_state, read_runs
+from paged_jax.experiments.lock import locked
 from paged_jax.experiments.metrics import tokens_sha256, trial_metrics
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.report import write_reports
-from paged_jax.experiments.trials import Trial, TrialLog, check_same_experiment, plan, write_config
+from paged_jax.experiments.trials import Trial, TrialLog, check_same_experiment, plan, replace_file, write_config
 from paged_jax.experiments.workloads import check_fits, make_workload
+from paged_jax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from paged_jax.engine.engine import Engine
@@ -63,31 +65,43 @@ def run_experiment(
     progress: bool = True,
     make_engine: "Callable[[EngineConfig], Engine] | None" = None,
 ) -> ExperimentResult:
-    """Run the trials that `out_dir` (default `results/<name>`) does not have yet, then write tables and
-    figures.
+    """Run the trials that `out_dir` (default `results/<name>`) does not have yet, then write tables and figures.
 
-    `fresh` discards earlier results in `out_dir` first. `make_engine` builds the engine of a setting; the
-    default loads `config.model` once and shares its weights. Raises ValueError, one sentence, when the
-    directory holds trials of another configuration, or when the workload does not fit the model;
-    KeyboardInterrupt with a sentence on Ctrl-C.
+    `fresh` discards earlier results in `out_dir`, once it is known that the new run can begin. `make_engine` builds
+    the engine of a setting; the default loads `config.model` once and shares its weights. Raises ValueError, one
+    sentence, when the directory holds trials of another configuration, when another run writes to it, or when a
+    setting cannot work, before anything is written or discarded; KeyboardInterrupt with a sentence on Ctrl-C.
     """
     directory = Path("results") / config.name if out_dir is None else Path(out_dir)
+    with locked(directory):
+        return _run_locked(config, directory, fresh, progress, make_engine)
+
+
+def _run_locked(
+    config: ExperimentConfig,
+    directory: Path,
+    fresh: bool,
+    progress: bool,
+    make_engine: "Callable[[EngineConfig], Engine] | None",
+) -> ExperimentResult:
     trials = plan(config)
     log = TrialLog(directory)
-    if fresh:
-        _discard(directory)
-    done = log.read()
+    done = {} if fresh else log.read()
     check_same_experiment(config, trials, done, directory)
     missing = [trial for trial in trials if trial.key not in done]
+    _check_policies([trial.setting.engine for trial in missing])
     if make_engine is None:
         for load_format in sorted({trial.setting.engine.load_format for trial in missing}):
             prepare(config.model, load_format)  # a model that does not exist is told before JAX starts
-    directory.mkdir(parents=True, exist_ok=True)
-    write_config(config, directory / "config.yaml")
     if missing:
-        _run_trials(config, missing, log, make_engine, progress)
+        _run_trials(config, missing, log, make_engine, progress, fresh)
+    else:
+        write_config(config, directory / "config.yaml")
     text = write_reports(config, list(log.read().values()), directory)
-    state = f"{len(missing)} trials run" if missing else "complete already, nothing to run"
+    if missing:
+        state = f"{len(missing)} trial{'s' * (len(missing) > 1)} run"
+    else:
+        state = f"complete already, nothing to run{_made_by_other_code(directory, done.values())}"
     return ExperimentResult(
         directory, len(missing), len(trials), f"{text}\n{config.name}: {state}; results in {directory}\n"
     )
@@ -99,45 +113,56 @@ def _run_trials(
     log: TrialLog,
     make_engine: "Callable[[EngineConfig], Engine] | None",
     progress: bool,
+    fresh: bool,
 ) -> None:
+    """Everything that can refuse a setting comes first; only then are files written, or discarded if `fresh`."""
     environment = describe()
     engine_configs = list(dict.fromkeys(trial.setting.engine for trial in missing))
-    check_memory(engine_configs, environment["device"]["platform"], available_memory())
+    sized = [c for c in engine_configs if c.num_blocks is not None]
+    shape = resolve(config.model, sized[0].load_format).config if make_engine is None and sized else None
+    check_memory(engine_configs, environment["device"]["platform"], available_memory(), shape)
     if make_engine is None:
         from paged_jax.llm import EngineFactory  # loads JAX and the model: only when trials really run
 
         make_engine = EngineFactory(config.model)
-    runs = _read_runs(log.path.parent)
-    run = {**environment, "warm_up": []}
-    runs.append(run)
-    _write_json(log.path.parent / "environment.json", {"runs": runs})
-    engines: dict[EngineConfig, _WarmEngine] = {}
+    directory = log.path.parent
+    warm: dict[EngineConfig, _WarmEngine] = {}
     finished = 0
     try:
         with RunProgress(len(engine_configs), len(missing), show=progress) as bar:
+            built = {c: _build(make_engine, [t for t in missing if t.setting.engine == c], bar) for c in engine_configs}
+            if fresh:
+                _discard(directory)
+            write_config(config, directory / "config.yaml")
+            runs = read_runs(directory)
+            run = {**environment, "warm_up": []}
+            runs.append(run)
+            _write_runs(directory, runs)
             for trial in missing:
                 setting = trial.setting
-                if setting.engine not in engines:
-                    served = [t for t in missing if t.setting.engine == setting.engine]
-                    engines[setting.engine] = _warm_up(make_engine, served, run["warm_up"], bar)
-                    _write_json(log.path.parent / "environment.json", {"runs": runs})
+                if setting.engine not in warm:
+                    warm[setting.engine] = _warm_up(*built[setting.engine], trial, run["warm_up"], bar)
+                    _write_runs(directory, runs)
                 bar.begin(f"{setting.label}, seed {trial.seed}, repeat {trial.repeat}")
-                log.append({**_run_trial(engines[setting.engine], trial), "run": len(runs) - 1})
+                log.append({**_run_trial(warm[setting.engine], trial), "run": len(runs) - 1})
                 bar.end("trial")
                 finished += 1
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"stopped after {finished} of {len(missing)} trials, which are kept in {log.path.parent}: "
+            f"stopped after {finished} of {len(missing)} trials, which are kept in {directory}: "
             "run the same command again to do the rest"
         ) from None
     finally:
         gc.unfreeze()
 
 
-def check_memory(configs: Sequence[EngineConfig], platform: str, available: int | None) -> None:
+def check_memory(
+    configs: Sequence[EngineConfig], platform: str, available: int | None, model: ModelConfig | None = None
+) -> None:
     """Raise ValueError if the KV pages of all engines, which are alive together, cannot fit.
 
-    `platform` is JAX's name for the device's kind; `available` is the free main memory in bytes, if known.
+    `platform` is JAX's name for the device's kind; `available` is the free main memory in bytes, if known. Without
+    a `model`, whose shape gives the size of a block, settings with num_blocks are taken for free.
     """
     if platform != "cpu":
         if len(configs) > 1 and any(c.num_blocks is None for c in configs):
@@ -147,13 +172,25 @@ def check_memory(configs: Sequence[EngineConfig], platform: str, available: int 
                 "engine.block_size for equal memory)"
             )
         return
-    sized = [c for c in configs if c.num_blocks is None]
-    need = sum(c.kv_cache_memory or _DEFAULT_CPU_KV_CACHE_MEMORY for c in sized)
-    if available is not None and need > available:
+    sizes = [_kv_bytes(c, model) for c in configs]
+    if available is not None and sum(sizes) > available:
+        settings = f"{len(sizes)} settings need" if len(sizes) > 1 else "the setting needs"
         raise ValueError(
-            f"the KV pages of {len(sized)} settings need {need / 2**30:.1f} GiB together, and "
-            f"{available / 2**30:.1f} GiB of memory are free: lower engine.kv_cache_memory"
+            f"the KV pages of {settings} {sum(sizes) / 2**30:.1f} GiB together, and "
+            f"{available / 2**30:.1f} GiB of memory are free: lower engine.kv_cache_memory or engine.num_blocks"
         )
+
+
+def _kv_bytes(config: EngineConfig, model: ModelConfig | None) -> int:
+    """Bytes of the KV pages of an engine on a CPU: keys and values of all blocks and the null block."""
+    if config.num_blocks is None:
+        return config.kv_cache_memory or _DEFAULT_CPU_KV_CACHE_MEMORY
+    if model is None:
+        return 0
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    itemsize = 4 if dtype in ("auto", "float32") else 2  # auto is float32 on a CPU
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    return (config.num_blocks + 1) * config.block_size * per_token
 
 
 def run_workload(engine: "Engine", arrivals: Sequence[Arrival]) -> "tuple[list[Request], list[StepStats], float]":
@@ -170,29 +207,41 @@ def run_workload(engine: "Engine", arrivals: Sequence[Arrival]) -> "tuple[list[R
     return requests, steps, start
 
 
-def _warm_up(
-    make_engine: "Callable[[EngineConfig], Engine]",
-    trials: Sequence[Trial],
-    reports: list[dict[str, Any]],
-    bar: RunProgress,
-) -> _WarmEngine:
-    """Build the engine of these trials, compile every program, and serve a short workload that is not timed.
+def _check_policies(configs: Sequence[EngineConfig]) -> None:
+    """Raise ValueError for a policy class that cannot be imported."""
+    for config in configs:
+        for field in POLICIES:
+            if getattr(config, field) is not None:
+                load_policy(field, getattr(config, field))
 
-    That all workloads fit is checked before the compilation, which takes longest.
-    """
+
+def _build(
+    make_engine: "Callable[[EngineConfig], Engine]", trials: Sequence[Trial], bar: RunProgress
+) -> "tuple[Engine, float]":
+    """The engine of these trials, not compiled yet, and the seconds that it took; checks that all workloads fit."""
     setting = trials[0].setting
-    bar.begin(f"{setting.label}: loading")
+    bar.say(f"{setting.label}: loading")
     began = time.perf_counter()
     engine = make_engine(setting.engine)
     build_s = time.perf_counter() - began
     for trial in trials:
         pool_tokens = engine.num_blocks * setting.engine.block_size
         check_fits(_workload(engine, trial), engine.max_model_len, pool_tokens)
+    return engine, build_s
+
+
+def _warm_up(
+    engine: "Engine", build_s: float, trial: Trial, reports: list[dict[str, Any]], bar: RunProgress
+) -> _WarmEngine:
+    """Compile every program, and serve a short workload that is not timed."""
+    setting = trial.setting
+    bar.begin(f"{setting.label}: compiling")
+    began = time.perf_counter()
     executor = engine.executor
     executor.warm_up(lambda done, total: bar.say(f"{setting.label}: compiling {done}/{total}"))
     short = [
         dataclasses.replace(a, time=0.0, params=dataclasses.replace(a.params, max_tokens=_WARM_UP_TOKENS))
-        for a in _workload(engine, trials[0])[:_WARM_UP_REQUESTS]
+        for a in _workload(engine, trial)[:_WARM_UP_REQUESTS]
     ]
     bar.say(f"{setting.label}: warming up")
     run_workload(engine, short)
@@ -205,7 +254,7 @@ def _warm_up(
             "compilations": warm.compilations,
             "compile_s": warm.compile_s,
             "num_blocks": engine.num_blocks,
-            "total_s": time.perf_counter() - began,
+            "total_s": build_s + time.perf_counter() - began,
         }
     )
     bar.end("warm-up")
@@ -239,16 +288,27 @@ def _workload(engine: "Engine", trial: Trial) -> tuple[Arrival, ...]:
     return make_workload(trial.setting.workload, trial.seed, engine.tokenizer, engine.vocab_size)
 
 
-def _read_runs(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+def _made_by_other_code(directory: Path, records: Iterable[Mapping[str, Any]]) -> str:
+    """Words that say so when results were made by other code than this."""
+    named = {record.get("run") for record in records}
+    made_by = [(run.get("git_commit"), run.get("git_diff")) for i, run in enumerate(read_runs(directory)) if i in named]
+    here = git_state()
+    now = here["git_commit"], here["git_diff"]
+    others = list(dict.fromkeys(code for code in made_by if code != now))
+    if not others:
+        return ""
+    return (
+        f" (NOTE: made by other code, {' and '.join(_code_name(*c) for c in others)}, where this is "
+        f"{_code_name(*now)}: --fresh measures this code)"
+    )
 
 
-def _write_json(path: Path, value: Any) -> None:
-    """Replace the file in one go, so that a kill leaves the old one or the new one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def _code_name(commit: str | None, diff: str | None) -> str:
+    return f"commit {commit[:12] if commit else 'unknown'}{f' with changes {diff}' if diff else ''}"
+
+
+def _write_runs(directory: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    replace_file(directory / "environment.json", json.dumps({"runs": runs}, indent=2) + "\n")
 
 
 def _discard(directory: Path) -> None:

@@ -5,9 +5,11 @@ import pytest
 
 from paged_jax.config import EngineConfig
 from paged_jax.experiments.config import experiment_from_dict
+from paged_jax.experiments.lock import locked
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.runner import check_memory, run_experiment
-from paged_jax.experiments.trials import plan
+from paged_jax.experiments.trials import plan, replace_file
+from paged_jax.models.config import ModelConfig
 
 
 @pytest.fixture
@@ -125,6 +127,111 @@ def test_results_of_another_configuration_are_never_mixed(run, tmp_path):
     assert (tmp_path / "out" / "mine.txt").exists()
 
 
+def files_of(directory):
+    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def small_for_large_blocks(make_fake_engine):
+    def make(config):
+        engine = make_fake_engine(config)
+        engine.num_blocks = 0 if config.block_size == 64 else 4096
+        return engine
+
+    return make
+
+
+REFUSED = [
+    ({"sweep": {"engine.victim_policy": ["last_arrived", "not_there:Policy"]},
+      "report": {"y": ["wall_s"], "figures": {}}}, r"victim_policy 'not_there:Policy' cannot be loaded"),
+    ({}, r"more than the whole KV pool holds \(0\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_setting_that_cannot_work_is_refused_before_anything_is_written(
+    run, make_fake_engine, tmp_path, changes, sentence, fresh
+):
+    out = tmp_path / "out"
+    before = {}
+    if fresh:
+        run()
+        before = files_of(out)
+    with pytest.raises(ValueError, match=sentence):
+        run(make_engine=small_for_large_blocks(make_fake_engine), fresh=fresh, **changes)
+    assert files_of(out) == before
+    assert out.exists() == fresh
+
+
+def test_fresh_keeps_earlier_results_when_the_model_does_not_exist_or_memory_is_short(run, tmp_path, monkeypatch):
+    run()
+    before = files_of(tmp_path / "out")
+    with pytest.raises(ValueError, match="no model 'tiny-lama'"):
+        run(make_engine=None, fresh=True, model="tiny-lama")
+    monkeypatch.setattr("paged_jax.experiments.runner.available_memory", lambda: 1)
+    engine = {"num_blocks": 64, "load_format": "dummy"}
+    with pytest.raises(ValueError, match=r"the KV pages of 3 settings need 0\.\d GiB together.*engine.num_blocks"):
+        run(make_engine=None, fresh=True, engine=engine)
+    assert files_of(tmp_path / "out") == before
+
+
+def test_a_second_run_in_the_same_directory_touches_nothing(run, tmp_path):
+    out = tmp_path / "out"
+    run()
+    with (out / "trials.jsonl").open("a") as file:
+        file.write('{"key": "half a line of the first run')
+    before = files_of(out)
+    with locked(out):
+        during = files_of(out)
+        for fresh in (False, True):
+            with pytest.raises(ValueError, match=r"another run is writing to .*out: wait for it"):
+                run(fresh=fresh)
+        assert files_of(out) == during
+    assert files_of(out) == before
+    assert run().new_trials == 0
+
+
+@pytest.mark.parametrize("damaged", ["", "- a\n", "seeds: [0\n", "\x00"])
+def test_a_damaged_config_of_earlier_results_is_one_sentence(run, tmp_path, damaged):
+    run()
+    (tmp_path / "out" / "config.yaml").write_text(damaged)
+    with pytest.raises(ValueError, match=r"holds 12 trials of .* \(its config.yaml is empty or damaged.*--fresh"):
+        run(engine={"max_num_seqs": 2, "num_blocks": 64})
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    replace_file(path, "old")
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paged_jax.experiments.trials.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_results_of_other_code_are_said_to_be(run, monkeypatch):
+    code = {"git_commit": "a" * 40, "git_changes": False, "git_diff": None}
+    for module in ("environment", "runner"):
+        monkeypatch.setattr(f"paged_jax.experiments.{module}.git_state", lambda: dict(code))
+    assert "12 trials run;" in run().text
+    assert "complete already, nothing to run;" in run().text
+    code["git_diff"] = "0123"
+    assert (
+        "(NOTE: made by other code, commit aaaaaaaaaaaa, where this is commit aaaaaaaaaaaa with changes 0123: "
+        "--fresh measures this code)"
+    ) in run().text
+
+
+def test_one_trial_is_not_1_trials(run):
+    one = {"sweep": {}, "seeds": [0], "repeats": 1, "report": {"y": ["wall_s"]}}
+    assert "tiny: 1 trial run;" in run(**one).text
+    with pytest.raises(ValueError, match="holds 1 trial of a different configuration"):
+        run(**{**one, "seeds": [1]})
+
+
 def test_more_seeds_repeats_or_values_extend_an_experiment(run):
     run()
     assert run(seeds=[0, 1, 2]).new_trials == 6
@@ -197,6 +304,21 @@ def test_memory_of_all_engines_together_is_checked():
         check_memory([EngineConfig(block_size=b) for b in (8, 16)], "gpu", None)
     check_memory([EngineConfig(block_size=b, num_blocks=9) for b in (8, 16)], "gpu", None)
     check_memory([EngineConfig()], "gpu", None)
+
+
+def test_memory_of_a_given_number_of_blocks_is_computed_from_the_model():
+    model = ModelConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    # 2 (K and V) * 3 layers * 2 heads * 4 * 16 tokens * 4 bytes, for 9 blocks and the null block
+    need = 2 * 3 * 2 * 4 * 16 * 4 * 10
+    check_memory([EngineConfig(num_blocks=9)], "cpu", need, model)
+    check_memory([EngineConfig(num_blocks=9, kv_cache_dtype="bfloat16")], "cpu", need // 2, model)
+    with pytest.raises(ValueError, match=r"the setting needs .*: lower engine.kv_cache_memory or engine.num_blocks"):
+        check_memory([EngineConfig(num_blocks=9)], "cpu", need - 1, model)
+    with pytest.raises(ValueError, match=r"2 settings need"):
+        check_memory([EngineConfig(num_blocks=9), EngineConfig(num_blocks=9, dtype="float16")], "cpu", need, model)
 
 
 def test_the_estimate_weighs_warm_ups_and_trials(monkeypatch):
