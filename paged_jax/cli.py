@@ -158,7 +158,7 @@ class Run:
     output_dir: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Where results are kept; unset, results/ and the experiment's name."""
     fresh: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Throw away what an earlier run left in the output directory."""
+    """Throw away what an earlier run left in the output directory, once this one can begin."""
     debug: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show the traceback of an error."""
 
