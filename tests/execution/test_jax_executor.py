@@ -99,7 +99,7 @@ def mixed_requests(seed: int, count: int, longest: int) -> tuple[list[list[int]]
     return prompts, params
 
 
-@pytest.mark.parametrize(("budget", "slots", "buckets"), [(8, 3, None), (317, 8, (4, 60, 317))])
+@pytest.mark.parametrize(("budget", "slots", "buckets"), [(8, 3, (3, 8)), (317, 8, (60, 317))])
 def test_nothing_is_compiled_after_warm_up(budget, slots, buckets):
     """G18: through prefills of all sizes, decodes, preemption, poisoning and every kind of sampling."""
     config = EngineConfig(
