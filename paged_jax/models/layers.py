@@ -19,7 +19,7 @@ def project(weight: Float[Array, "out in"], x: Float[Array, "in T"], dtype: jnp.
 def tokens_first(y: Float[Array, "features T"]) -> Float[Array, "T features"]:
     """The transpose of a product, which XLA may not fold into the product.
 
-    Folded, it takes 4 times as long on a CPU from 2 to 64 tokens, and bfloat16 does not run at all.
+    Folded, it takes up to 4 times as long on a CPU from 2 to 64 tokens, and bfloat16 does not run at all.
     """
     return lax.optimization_barrier(y).T
 
