@@ -281,7 +281,7 @@ def test_run_writes_results_and_prints_the_tables(paged_jax: Program, tmp_path: 
     ended = paged_jax(*command)
     assert ended.status == 0, ended.err
     assert "output throughput" in ended.out
-    assert "1 trials run" in ended.out
+    assert "1 trial run" in ended.out
     assert len((tmp_path / "out" / "trials.jsonl").read_text().splitlines()) == 1
     assert "complete already, nothing to run" in paged_jax(*command).out
 

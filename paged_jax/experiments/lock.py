@@ -17,10 +17,10 @@ except ImportError:  # Windows: runs are not kept apart there
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory, made if need be, for one run; the system lets go of it when the process is killed.
 
-    A directory that was made here and is empty at the end is removed again. Raises ValueError, having touched nothing,
+    Directories that were made here and are empty at the end are removed again. Raises ValueError, having touched nothing,
     when another run holds it.
     """
-    made = not directory.exists()
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]  # innermost first
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ".lock"
     file = None if fcntl is None else _lock(path)
@@ -30,9 +30,9 @@ def locked(directory: Path) -> Iterator[None]:
         if file is not None:
             path.unlink(missing_ok=True)  # while it is still locked, so that it is nobody else's
             file.close()
-        if made:
-            with suppress(OSError):  # not empty: it holds results
-                directory.rmdir()
+        with suppress(OSError):  # one that is not empty: it holds results
+            for folder in made:
+                folder.rmdir()
 
 
 def _lock(path: Path) -> IO[str]:
