@@ -17,7 +17,7 @@ except ImportError:  # Windows: runs are not kept apart there
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory, made if need be, for one run; the system lets go of it when the process is killed.
 
-    Directories that were made here and are empty at the end are removed again. Raises ValueError, having touched nothing,
+    Directories made here that are empty at the end are removed again. Raises ValueError, having touched nothing,
     when another run holds it.
     """
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]  # innermost first
