@@ -21,6 +21,10 @@ POLICIES = {
 """Short names of policies, by config field, and the classes they mean."""
 
 
+DEFAULT_CPU_KV_CACHE_MEMORY = 2**30
+"""Bytes of KV pages on a CPU when nothing sets their size."""
+
+
 class StrictModel(BaseModel):
     """A frozen settings object that refuses unknown keys and silent type changes."""
 

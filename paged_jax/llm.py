@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from paged_jax.checkpoints.resolve import Checkpoint, resolve
 from paged_jax.checkpoints.tokenizer import Tokenizer
-from paged_jax.config import EngineConfig, parse
+from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, EngineConfig, parse
 from paged_jax.engine.clock import Clock, WallClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
@@ -21,7 +21,6 @@ from paged_jax.models.weights import dummy_decoder, load_decoder
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling.params import SamplingParams
 
-DEFAULT_CPU_KV_CACHE_MEMORY = 1 << 30
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
 type Prompt = str | Mapping[str, Sequence[int]]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_jax.checkpoints.resolve import prepare, resolve
-from paged_jax.config import POLICIES, EngineConfig
+from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, POLICIES, EngineConfig
 from paged_jax.engine.engine import Arrival, drive
 from paged_jax.engine.policies import load_policy
 from paged_jax.experiments.config import ExperimentConfig
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from paged_jax.engine.request import Request
     from paged_jax.engine.stats import StepStats
 
-_DEFAULT_CPU_KV_CACHE_MEMORY = 2**30
 _WARM_UP_REQUESTS = 8
 _WARM_UP_TOKENS = 4
 _GENERATED = ("config.yaml", "environment.json", "trials.jsonl", "summary.csv", "summary.md", "summary.tex")
@@ -184,7 +183,7 @@ def check_memory(
 def _kv_bytes(config: EngineConfig, model: ModelConfig | None) -> int:
     """Bytes of the KV pages of an engine on a CPU: keys and values of all blocks and the null block."""
     if config.num_blocks is None:
-        return config.kv_cache_memory or _DEFAULT_CPU_KV_CACHE_MEMORY
+        return config.kv_cache_memory or DEFAULT_CPU_KV_CACHE_MEMORY
     if model is None:
         return 0
     dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
