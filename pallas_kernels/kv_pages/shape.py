@@ -5,13 +5,37 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def page_shape(backend: str, *, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """Shape of one layer's page of one block: (block_size, 2 * num_kv_heads, head_dim).
+def page_shape(
+    backend: str, *, block_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> tuple[int, int, int]:
+    """Physical shape of one layer's page of one block: (block_size, rows, lanes).
 
-    K and V are interleaved by head. Backends whose tiles want padding get it here and nowhere else.
+    Rows are K and V interleaved by head, `2 * num_kv_heads`, and lanes are `head_dim`; both padded where the backend's
+    kernels need it. What lies in the padding has no meaning, but for the lanes of a written row, which are zeros.
+
+    "cpu" pads nothing. "gpu" ("cuda") wants lanes in multiples of 64, the width of a swizzled tile. "tpu" wants lanes
+    in multiples of 128 and rows that fill a tile: 2 (not for one-byte types), 4, or a multiple of 8. With any other
+    number XLA keeps the pages in another layout than Mosaic reads, and copies the whole cache at each call.
+
+    Raises:
+        ValueError: for a backend that has no page shape.
     """
-    del backend  # no backend that is served yet pads
-    return block_size, 2 * num_kv_heads, head_dim
+    rows = 2 * num_kv_heads
+    if backend == "cpu":
+        return block_size, rows, head_dim
+    if backend in ("gpu", "cuda"):
+        return block_size, rows, _round_up(head_dim, 64)
+    if backend == "tpu":
+        if rows > 4:
+            rows = _round_up(rows, 8)
+        elif jnp.dtype(dtype).itemsize == 1:
+            rows = 4
+        return block_size, rows, _round_up(head_dim, 128)
+    raise ValueError(f"no page shape for backend {backend!r}; known: cpu, gpu (or cuda), tpu")
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def allocate_pages(
