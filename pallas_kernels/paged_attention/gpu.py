@@ -1,0 +1,272 @@
+"""Ragged paged attention as a Pallas Mosaic GPU kernel (Hopper, sm_90a): TMA page copies and wgmma.
+
+This module decides how a call is laid out (`plan_call`), which calls are refused, launches the kernel of
+`gpu_kernel.py`, and merges the parts when the keys are split (flash-decoding, Dao et al., 2023).
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.gpu_kernel import NUM_CONSUMERS, NUM_ROWS, Plan, attend
+from pallas_kernels.paged_attention.query_tiles import (
+    head_rows,
+    make_query_tiles,
+    num_query_tiles,
+    sequence_scales,
+    take_tokens,
+)
+from pallas_kernels.paged_attention.shapes import AttentionShapes
+
+KEY_TILE = 64
+"""Keys of a tile unless the caller says otherwise: wgmma's K."""
+FLOAT32_KEY_TILE = 32
+"""The same where wgmma is not used: float32 keys of 256 elements leave room for two such tiles."""
+SHARED_BYTES = 226 * 1024
+"""Shared memory of a block on Hopper (227 KiB), less the barriers and the compiler's own scratch."""
+MAX_STAGES = 8
+NUM_SMS = 132
+"""Of an H100 or H200; only decides how often keys are split."""
+MIN_TILES_PER_SPLIT = 8
+MAX_HEAD_DIM = 256
+COMPUTE_TYPES = tuple(jnp.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
+PAGE_TYPES = (*COMPUTE_TYPES, *(jnp.dtype(t) for t in (jnp.int8, jnp.float8_e4m3fn)))
+
+
+def num_splits(num_tiles: int, num_kv_heads: int, table_width: int, block_size: int, key_tile: int) -> int:
+    """Into how many parts the keys of each tile are split, so that few and long sequences fill the device too."""
+    cells = num_tiles * num_kv_heads
+    if cells >= NUM_SMS:
+        return 1
+    key_tiles = table_width * block_size // key_tile
+    return max(1, min(2 * NUM_SMS // cells, key_tiles // MIN_TILES_PER_SPLIT))
+
+
+def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
+    """How a call of these shapes runs; `stages` < 1 if its key tiles do not fit into shared memory."""
+    same = shapes.kv_dtype == shapes.dtype
+    wgmma = shapes.dtype.itemsize == 2 and (same or shapes.is_quantized)
+    query_tokens = NUM_ROWS // shapes.group
+    query_tokens, key_tile = tiles or (query_tokens, KEY_TILE if wgmma else FLOAT32_KEY_TILE)
+    unit = math.gcd(shapes.block_size, key_tile)
+    repack = wgmma and (not same or unit % 8 != 0)
+    dtype = shapes.dtype if wgmma else jnp.dtype(jnp.float32)
+    head_dim = shapes.page_head_dim
+    chunk = 128 if head_dim == 128 and wgmma else 64
+
+    tile_bytes = key_tile * head_dim
+    fixed = NUM_ROWS * head_dim * dtype.itemsize + NUM_ROWS * (chunk + 2) * 4
+    if wgmma:
+        fixed += NUM_CONSUMERS * NUM_ROWS * key_tile * dtype.itemsize
+    if repack:
+        fixed += NUM_CONSUMERS * tile_bytes * dtype.itemsize
+    stage = 2 * tile_bytes * shapes.kv_dtype.itemsize + 8 * key_tile * shapes.is_quantized
+    tile_count = num_query_tiles(shapes.num_tokens, shapes.num_sequences, query_tokens)
+    return Plan(
+        num_tiles=tile_count,
+        num_kv_heads=shapes.num_kv_heads,
+        group=shapes.group,
+        query_tokens=query_tokens,
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=shapes.kv_dtype,
+        key_tile=key_tile,
+        unit=unit,
+        block_size=shapes.block_size,
+        table_width=shapes.table_width,
+        wgmma=wgmma,
+        repack=repack,
+        quantized=shapes.is_quantized,
+        chunk=chunk,
+        stages=min((SHARED_BYTES - fixed) // stage, MAX_STAGES),
+        splits=num_splits(tile_count, shapes.num_kv_heads, shapes.table_width, shapes.block_size, key_tile),
+    )
+
+
+def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | None:
+    """Why this kernel cannot serve a call of these shapes: one sentence with the limit and the remedy, or None."""
+    if shapes.dtype not in COMPUTE_TYPES:
+        return f"the GPU kernel takes bfloat16, float16 and float32 queries, not {shapes.dtype}: cast them"
+    if shapes.kv_dtype not in PAGE_TYPES:
+        names = ", ".join(str(t) for t in PAGE_TYPES)
+        return f"the GPU kernel reads pages of {names}, not {shapes.kv_dtype}: convert the pages"
+    if shapes.group > NUM_ROWS:
+        return (
+            f"the GPU kernel serves at most {NUM_ROWS} query heads for each KV head, not {shapes.group}: "
+            "use another implementation"
+        )
+    if shapes.page_head_dim % 64:
+        return (
+            f"the GPU kernel needs page rows of a multiple of 64 elements, not {shapes.page_head_dim}: "
+            'allocate the pages with page_shape("gpu", ...)'
+        )
+    if shapes.page_head_dim > MAX_HEAD_DIM:
+        return (
+            f"the GPU kernel keeps at most {MAX_HEAD_DIM} elements of a head in registers, not "
+            f"{shapes.page_head_dim}: use another implementation"
+        )
+    if tiles is not None:
+        query_tokens, key_tile = tiles
+        if not 1 <= query_tokens <= NUM_ROWS // shapes.group:
+            return (
+                f"a query tile of the GPU kernel has {NUM_ROWS} rows: with {shapes.group} query heads for each KV head "
+                f"tiles take 1 to {NUM_ROWS // shapes.group} query tokens, not {query_tokens}"
+            )
+        if key_tile not in (64, 128):
+            return f"key tiles of the GPU kernel have 64 or 128 tokens, not {key_tile}: choose one of the two"
+    plan = plan_call(shapes, tiles)
+    if plan.stages < 1:
+        return (
+            f"key tiles of {plan.key_tile} tokens of {shapes.page_head_dim} {shapes.kv_dtype} elements do not fit into "
+            "shared memory: choose tiles with fewer keys"
+        )
+    return None
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    layer: int | jax.Array,
+    blocks_per_layer: int,
+    num_kv_heads: int,
+    scale: float,
+    sliding_window: int | jax.Array | None,
+    logit_soft_cap: float | None,
+    sinks: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    kv_scales: jax.Array | None,
+    tiles: tuple[int, int] | None,
+    interpret: Any,
+) -> jax.Array:
+    """Attention of q [T, Hq, D] through physical pages [N, B, KVp, Dp]; see `api.ragged_paged_attention`.
+
+    `tiles` is (query tokens, key tokens), with at most 64 // G query tokens and 64 or 128 keys; None picks 64 // G and
+    64 (32 where wgmma is not used). `interpret` is False, True or a `plgpu.InterpretGPUParams`.
+    """
+    num_tokens, num_heads, true_dim = q.shape
+    shapes = AttentionShapes(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=true_dim,
+        dtype=jnp.dtype(q.dtype),
+        num_sequences=block_tables.shape[0],
+        table_width=block_tables.shape[1],
+        block_size=kv_pages.shape[1],
+        page_rows=kv_pages.shape[2],
+        page_head_dim=kv_pages.shape[3],
+        kv_dtype=jnp.dtype(kv_pages.dtype),
+    )
+    plan = plan_call(shapes, tiles)._replace(scale=scale, soft_cap=logit_soft_cap)
+    laid = make_query_tiles(
+        q.astype(plan.dtype),
+        kv_lens,
+        cu_q_lens,
+        num_seqs,
+        num_kv_heads=num_kv_heads,
+        tokens_per_tile=plan.query_tokens,
+        num_rows=NUM_ROWS,
+        head_dim=plan.head_dim,
+        sliding_window=sliding_window,
+    )
+    first_row = jnp.asarray(layer, jnp.int32) * jnp.int32(blocks_per_layer)
+    window = jnp.asarray(0 if sliding_window is None else sliding_window, jnp.int32)
+    columns = [laid.sequences, laid.first_positions, laid.num_tokens, laid.key_begins, laid.key_ends]
+    columns += [jnp.broadcast_to(x, laid.sequences.shape) for x in (first_row, window)]
+    inputs = {"meta": jnp.stack(columns, axis=1), "tables": block_tables, "q": laid.q, "pages": kv_pages}
+    by_row = partial(head_rows, num_kv_heads=num_kv_heads, tokens_per_tile=plan.query_tokens, num_rows=NUM_ROWS)
+    if sinks is not None:
+        inputs["sinks"] = by_row(sinks)
+    if alibi_slopes is not None:
+        inputs["slopes"] = by_row(alibi_slopes)
+    if kv_scales is not None:
+        inputs["scales"] = sequence_scales(
+            kv_scales,
+            kv_lens,
+            block_tables,
+            num_kv_heads=num_kv_heads,
+            key_tile=plan.key_tile,
+            layer=layer,
+            blocks_per_layer=blocks_per_layer,
+        )
+    out = _launch(plan._replace(windowed=sliding_window is not None), inputs, interpret)
+    out = take_tokens(out, laid, num_heads=num_heads, tokens_per_tile=plan.query_tokens, head_dim=true_dim)
+    return out.astype(q.dtype)
+
+
+def _launch(plan: Plan, inputs: dict[str, jax.Array], interpret: Any) -> jax.Array:
+    """Outputs [N, Hkv, R, Dp] of the tiles."""
+    shape = (plan.num_tiles, plan.num_kv_heads, NUM_ROWS, plan.head_dim)
+    out_type = (jax.ShapeDtypeStruct(shape, plan.dtype),)
+    if plan.splits > 1:
+        out_type = (
+            jax.ShapeDtypeStruct((plan.splits, *shape), jnp.float32),
+            jax.ShapeDtypeStruct((plan.splits, *shape[:2], 2, NUM_ROWS), jnp.float32),
+        )
+    outs = plgpu.kernel(
+        partial(attend, plan),
+        out_type=out_type,
+        grid=(plan.splits, plan.num_tiles, plan.num_kv_heads),
+        grid_names=("split", "tile", "head"),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="thread",
+        scratch_types=_scratch(plan),
+        # Approximate exp2 is as exact as the hardware has it; approximate tanh is not exact enough.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=plan.wgmma and plan.soft_cap is None, reduction_scratch_bytes=512
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
+        kernel_name="ragged_paged_attention",
+    )(inputs)
+    return outs[0] if plan.splits == 1 else merge_parts(*outs).astype(plan.dtype)
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
+    def swizzled(*shape: int, dtype: Any = plan.dtype) -> Any:
+        row = 128 // jnp.dtype(dtype).itemsize
+        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
+
+    keys = (plan.key_tile, plan.head_dim)
+    scratch = {
+        "q_smem": swizzled(NUM_ROWS, plan.head_dim),
+        "peer_out": swizzled(NUM_ROWS, plan.chunk, dtype=jnp.float32),
+        "peer_rows": plgpu.SMEM((2, NUM_ROWS), jnp.float32),
+        "q_full": plgpu.Barrier(),
+        "full": plgpu.Barrier(num_arrivals=plan.arrivals, num_barriers=plan.stages),
+        "consumed": plgpu.Barrier(num_barriers=plan.stages),
+        "sent": plgpu.Barrier(),
+        "received": plgpu.Barrier(),
+    }
+    if plan.wgmma:
+        scratch["p_smem"] = swizzled(NUM_CONSUMERS, NUM_ROWS, plan.key_tile)
+    if plan.reads_raw:
+        scratch["raw"] = plgpu.SMEM((plan.stages, plan.key_tile, 2, plan.head_dim), plan.kv_dtype)
+    else:
+        scratch["k_smem"] = swizzled(plan.stages, *keys)
+        scratch["v_smem"] = swizzled(plan.stages, *keys)
+    if plan.repack:
+        scratch["packed"] = swizzled(NUM_CONSUMERS, *keys)
+    if plan.quantized:
+        scratch["scale_smem"] = plgpu.SMEM((plan.stages, 2, plan.key_tile), jnp.float32)
+    return scratch
+
+
+def merge_parts(outs: jax.Array, rows: jax.Array) -> jax.Array:
+    """Join unnormalised parts [P, N, Hkv, R, Dp] with their (maximum, sum) rows [P, N, Hkv, 2, R], base 2.
+
+    A part that saw no key has the sum 0 and says nothing, whatever its output holds.
+    """
+    maxima, sums = rows[..., 0, :], rows[..., 1, :]
+    weights = jnp.exp2(maxima - maxima.max(axis=0, keepdims=True))
+    total = jnp.sum(weights * sums, axis=0)
+    outs = jnp.where((sums > 0)[..., None], outs, 0.0)
+    return jnp.sum(outs * weights[..., None], axis=0) / total[..., None]

@@ -1,0 +1,411 @@
+"""The body of the Mosaic GPU attention kernel: one query tile, one KV head, one part of its keys.
+
+The last warp group is the producer: it looks pages up and has the TMA copy key tiles into a ring of shared memory. The
+others consume every other tile each with an online softmax in base 2 (Milakov and Gimelshein, 2018; Dao, 2023), so that
+the products of one overlap the exponentials of the other; in the end the first takes over what the second has.
+
+Key tiles arrive in units of `unit` tokens, which never straddle a page. Units without a visible key are not copied: the
+producer arrives in their place, so that every tile is the same number of arrivals.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NUM_ROWS = 64
+"""Rows of a query tile: wgmma's M."""
+NUM_CONSUMERS = 2
+LOOKUPS = 16
+"""Table entries that the producer has on the way at once."""
+LOW = -1e30
+"""The running maximum before the first key: finite, so that a masked score (-inf) is always farther away."""
+LOG2_E = math.log2(math.e)
+WIDE = plgpu.Layout.WGMMA
+BY_ROW = WIDE.reduce(1)
+BY_COLUMN = WIDE.reduce(0)
+
+
+class Plan(NamedTuple):
+    """What is static about a launch."""
+
+    num_tiles: int
+    num_kv_heads: int
+    group: int
+    query_tokens: int
+    head_dim: int
+    """Of the pages: a multiple of 64."""
+    dtype: Any
+    """Of the products' operands."""
+    kv_dtype: Any
+    key_tile: int
+    unit: int
+    """Tokens of one copy: divides the page and the key tile."""
+    block_size: int
+    table_width: int
+    wgmma: bool
+    repack: bool
+    """Whether tiles go from plain shared memory through registers into the swizzled layout that wgmma reads."""
+    quantized: bool
+    chunk: int
+    """Columns of the output that are accumulated at once."""
+    stages: int
+    splits: int
+    scale: float = 1.0
+    soft_cap: float | None = None
+    windowed: bool = False
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether the ring holds tokens as the pages have them, K and V side by side."""
+        return self.repack or not self.wgmma
+
+    @property
+    def units(self) -> int:
+        """Copies of K (or of K and V together) in a key tile."""
+        return self.key_tile // self.unit
+
+    @property
+    def arrivals(self) -> int:
+        """Arrivals that make a key tile complete."""
+        return self.units * (1 if self.reads_raw else 2) + self.quantized
+
+
+class Span(NamedTuple):
+    """Scalars of this block: which queries and keys it looks at."""
+
+    tile: Any
+    head: Any
+    sequence: Any
+    first: Any
+    begin: Any
+    end: Any
+    first_row: Any
+    window: Any
+    key_tile: Any
+    steps: Any
+
+
+def attend(plan, refs, *outs_and_nothing, **scratch):
+    """The kernel: `refs` are the inputs by name, then the outputs, the scratch by name."""
+    outs = outs_and_nothing
+    meta = refs["meta"]
+    tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
+    sequence, first, count, begin, end, first_row, window = (meta[tile, i] for i in range(7))
+    key_tile = begin // plan.key_tile
+    total = pl.cdiv(end, plan.key_tile) - key_tile
+    share = pl.cdiv(total, plan.splits)
+    steps = jnp.clip(total - split * share, 0, share)
+    span = Span(
+        tile, head, sequence, first, begin, end, first_row, window, key_tile=key_tile + split * share, steps=steps
+    )
+    thread = lax.axis_index("thread")
+
+    @pl.when((steps > 0) & (count > 0) & (thread == NUM_CONSUMERS))
+    def _produce():
+        plgpu.set_max_registers(24, action="decrease")
+        _produce_tiles(plan, span, refs, scratch)
+
+    @pl.when((steps > 0) & (count > 0) & (thread < NUM_CONSUMERS))
+    def _consume():
+        plgpu.set_max_registers(240, action="increase")
+        acc, m, l = _consume_tiles(plan, span, refs, scratch, thread)
+
+        @pl.when(thread == 1)
+        def _send():
+            _send_to_peer(acc, m, l, scratch)
+
+        @pl.when(thread == 0)
+        def _finish():
+            _finish_tile(plan, span, acc, m, l, outs, scratch)
+
+    if plan.splits > 1:
+
+        @pl.when((steps == 0) & (count > 0) & (thread == 0))
+        def _nothing_seen():
+            rows = outs[1].at[split, tile, head]
+            plgpu.store(rows.at[0], _constant((NUM_ROWS,), LOW, BY_ROW), optimized=False)
+            plgpu.store(rows.at[1], _constant((NUM_ROWS,), 0.0, BY_ROW), optimized=False)
+
+
+def _constant(shape, value, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _across(rows, shape):
+    return lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def _down(columns, shape):
+    return lax.broadcast_in_dim(columns, shape, (1,))
+
+
+def _produce_tiles(plan, span, refs, scratch):
+    pages, full, consumed = refs["pages"], scratch["full"], scratch["consumed"]
+    plgpu.copy_gmem_to_smem(refs["q"].at[span.tile, span.head], scratch["q_smem"], scratch["q_full"])
+    at_once = math.gcd(plan.units, LOOKUPS)
+    groups = plan.units // at_once
+
+    def look_up(token):
+        blocks = [jnp.minimum((token + j * plan.unit) // plan.block_size, plan.table_width - 1) for j in range(at_once)]
+        return tuple(span.first_row + refs["tables"][span.sequence, block] for block in blocks)
+
+    def copy_unit(row, token, slot, offset):
+        tokens = pl.ds(lax.rem(token, jnp.int32(plan.block_size)), plan.unit)
+        to = pl.ds(offset, plan.unit)
+        wanted = (token < span.end) & (token + plan.unit > span.begin)
+
+        @pl.when(wanted)
+        def _copy():
+            if plan.reads_raw:
+                both = pages.at[row, tokens, pl.ds(2 * span.head, 2)]
+                plgpu.copy_gmem_to_smem(both, scratch["raw"].at[slot, to], full.at[slot])
+            else:
+                k, v = (pages.at[row, tokens, 2 * span.head + i] for i in range(2))
+                plgpu.copy_gmem_to_smem(k, scratch["k_smem"].at[slot, to], full.at[slot])
+                plgpu.copy_gmem_to_smem(v, scratch["v_smem"].at[slot, to], full.at[slot])
+
+        @pl.when(jnp.logical_not(wanted))
+        def _skip():
+            for _ in range(1 if plan.reads_raw else 2):
+                plgpu.barrier_arrive(full.at[slot])
+
+    def step(i, rows):
+        slot = lax.rem(i, jnp.int32(plan.stages))
+        start = (span.key_tile + i) * plan.key_tile
+        # The next tile's pages are looked up while this one waits for its slot.
+        next_rows = look_up(start + plan.key_tile)
+
+        @pl.when(i >= plan.stages)
+        def _wait():
+            plgpu.barrier_wait(consumed.at[slot])
+
+        if plan.quantized:
+            scales = refs["scales"].at[span.sequence, :, span.head, pl.ds(start, plan.key_tile)]
+            plgpu.copy_gmem_to_smem(scales, scratch["scale_smem"].at[slot], full.at[slot])
+        for j in range(at_once):
+            copy_unit(rows[j], start + j * plan.unit, slot, j * plan.unit)
+        if groups > 1:
+
+            @pl.loop(1, groups)
+            def _group(g):
+                offset = g * at_once * plan.unit
+                later = look_up(start + offset)
+                for j in range(at_once):
+                    copy_unit(later[j], start + offset + j * plan.unit, slot, offset + j * plan.unit)
+
+        return next_rows
+
+    lax.fori_loop(0, span.steps, step, look_up(span.key_tile * plan.key_tile))
+
+
+def _consume_tiles(plan, span, refs, scratch, thread):
+    """This warp group's share: output [R, Dp] in chunks, unnormalised, and the maximum and the sum of each row."""
+    offsets = plgpu.broadcasted_iota(jnp.int32, (NUM_ROWS,), 0, layout=BY_ROW)
+    query_pos = span.first + lax.div(offsets, jnp.full_like(offsets, plan.group))
+    slopes = None
+    if "slopes" in refs:
+        slopes = plgpu.load(refs["slopes"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
+    m, l = _constant((NUM_ROWS,), LOW, BY_ROW), _constant((NUM_ROWS,), 0.0, BY_ROW)
+    if "sinks" in refs:
+        # The sink enters once: into the first part of the first warp group.
+        has_sink = (thread == 0) & (lax.axis_index("split") == 0)
+        sinks = plgpu.load(refs["sinks"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
+        m, l = jnp.where(has_sink, sinks, m), jnp.where(has_sink, jnp.ones_like(l), l)
+    acc = tuple(_constant((NUM_ROWS, plan.chunk), 0.0, WIDE) for _ in range(plan.head_dim // plan.chunk))
+    plgpu.barrier_wait(scratch["q_full"])
+
+    def step(j, carry):
+        i = j * NUM_CONSUMERS + thread
+        slot = lax.rem(i, jnp.int32(plan.stages))
+        start = (span.key_tile + i) * plan.key_tile
+        plgpu.barrier_wait(scratch["full"].at[slot])
+        fold = _fold_tile if plan.wgmma else _fold_keys
+        carry = fold(plan, span, scratch, thread, slot, start, query_pos, slopes, carry)
+        plgpu.barrier_arrive(scratch["consumed"].at[slot])
+        return carry
+
+    return lax.fori_loop(0, pl.cdiv(span.steps - thread, NUM_CONSUMERS), step, (acc, m, l))
+
+
+def _weigh(plan, products, distance, slopes):
+    """Scores in base 2 from products q.k; `distance` is key position - query position."""
+    if plan.soft_cap is None:
+        scores = products * (plan.scale * LOG2_E)
+    else:
+        scores = jnp.tanh(products * (plan.scale / plan.soft_cap)) * (plan.soft_cap * LOG2_E)
+    return scores if slopes is None else scores + slopes * distance.astype(jnp.float32)
+
+
+def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
+    """Take one key tile into the online softmax, with wgmma."""
+    acc, m, l = carry
+    size = plan.key_tile
+    p_smem = scratch["p_smem"].at[thread]
+    # Slots that no query sees may hold anything, and 0 * NaN is NaN: they become zeros before the products.
+    ragged = (start < span.begin) | (start + size > span.end)
+
+    def cleared(values):
+        pos = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WIDE)
+        return jnp.where((pos >= span.begin) & (pos < span.end), values, jnp.zeros_like(values))
+
+    def pieces():
+        return [pl.ds(c * 64, 64) for c in range(plan.head_dim // 64)]
+
+    def unpack(kv):
+        packed = scratch["packed"].at[thread]
+        for piece in pieces():
+            values = plgpu.load(scratch["raw"].at[slot, :, kv, piece], layout=WIDE, optimized=False)
+            if plan.quantized:
+                values = values.astype(jnp.float32).astype(plan.dtype)
+            packed[:, piece] = lax.cond(ragged, cleared, lambda x: x, values)
+        plgpu.commit_smem()
+        return packed
+
+    if plan.repack:
+        keys = unpack(0)
+    else:
+        keys, values = scratch["k_smem"].at[slot], scratch["v_smem"].at[slot]
+
+        @pl.when(ragged)
+        def _clear():
+            for smem in (keys, values):
+                for piece in pieces():
+                    smem[:, piece] = cleared(plgpu.load(smem.at[:, piece], layout=WIDE))
+            plgpu.commit_smem()
+
+    def multiply(ref):
+        plgpu.wgmma(ref, scratch["q_smem"], keys.transpose((1, 0)))
+        return ref[...]
+
+    products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, size), jnp.float32))
+    shape = products.shape
+    if plan.quantized:
+        k_scales = plgpu.load(scratch["scale_smem"].at[slot, 0], layout=BY_COLUMN, optimized=False)
+        products = products * _down(k_scales, shape)
+
+    def distances():
+        return start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WIDE) - _across(query_pos, shape)
+
+    if slopes is None:
+        scores = _weigh(plan, products, None, None)
+    else:
+        scores = _weigh(plan, products, distances(), _across(slopes, shape))
+
+    def masked(scores):
+        distance = distances()
+        visible = distance <= 0
+        if plan.windowed:
+            visible = visible & (distance > -span.window)
+        return jnp.where(visible, scores, -jnp.inf)
+
+    partial = start + size > span.first + 1
+    if plan.windowed:
+        partial = partial | (start <= span.end - 1 - span.window)
+    scores = lax.cond(partial, masked, lambda x: x, scores)
+
+    m_new = jnp.maximum(m, scores.max(axis=1))
+    alpha = jnp.exp2(m - m_new)
+    p = jnp.exp2(scores - _across(m_new, shape))
+    l = l * alpha + p.sum(axis=1)
+    if plan.quantized:
+        v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1], layout=BY_COLUMN, optimized=False)
+        p = p * _down(v_scales, shape)
+    p_smem[...] = p.astype(plan.dtype)
+    if plan.repack:
+        values = unpack(1)
+    else:
+        plgpu.commit_smem()
+
+    def accumulate(c, part):
+        def apply(ref):
+            plgpu.wgmma(ref, p_smem, values.at[:, pl.ds(c * plan.chunk, plan.chunk)])
+            return ref[...]
+
+        product = pl.run_scoped(apply, plgpu.ACC(part.shape, jnp.float32))
+        return lax.optimization_barrier(part * _across(alpha, part.shape) + product)
+
+    return tuple(accumulate(c, part) for c, part in enumerate(acc)), m_new, l
+
+
+def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
+    """The same without wgmma, key by key: exact in float32, and slow."""
+    raw = scratch["raw"]
+    columns = [pl.ds(c * plan.chunk, plan.chunk) for c in range(plan.head_dim // plan.chunk)]
+    shape = (NUM_ROWS, plan.chunk)
+
+    def row(key, kv, c):
+        values = plgpu.load(raw.at[slot, key, kv, columns[c]], layout=BY_COLUMN, optimized=False)
+        return _down(values.astype(jnp.float32), shape)
+
+    def fold(key, carry):
+        acc, m, l = carry
+        products = _constant((NUM_ROWS,), 0.0, BY_ROW)
+        for c, piece in enumerate(columns):
+            queries = plgpu.load(scratch["q_smem"].at[:, piece], layout=WIDE)
+            products = products + jnp.sum(queries * row(key, 0, c), axis=1)
+        if plan.quantized:
+            products = products * scratch["scale_smem"][slot, 0, key]
+        distance = start + key - query_pos
+        scores = _weigh(plan, products, distance, slopes)
+        visible = distance <= 0
+        if plan.windowed:
+            visible = visible & (distance > -span.window)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        m_new = jnp.maximum(m, scores)
+        alpha, p = jnp.exp2(m - m_new), jnp.exp2(scores - m_new)
+        l = l * alpha + p
+        if plan.quantized:
+            p = p * scratch["scale_smem"][slot, 1, key]
+        acc = tuple(part * _across(alpha, shape) + _across(p, shape) * row(key, 1, c) for c, part in enumerate(acc))
+        return acc, m_new, l
+
+    lower = jnp.maximum(span.begin - start, 0)
+    upper = jnp.minimum(span.end - start, plan.key_tile)
+    return lax.fori_loop(lower, upper, fold, carry)
+
+
+def _send_to_peer(acc, m, l, scratch):
+    scratch["peer_rows"][0] = m
+    scratch["peer_rows"][1] = l
+    for c, part in enumerate(acc):
+        if c > 0:
+            plgpu.barrier_wait(scratch["received"])
+        scratch["peer_out"][...] = part
+        plgpu.barrier_arrive(scratch["sent"])
+
+
+def _finish_tile(plan, span, acc, m, l, outs, scratch):
+    plgpu.barrier_wait(scratch["sent"])
+    peer_m, peer_l = (plgpu.load(scratch["peer_rows"].at[i], layout=BY_ROW, optimized=False) for i in range(2))
+    best = jnp.maximum(m, peer_m)
+    own, peer = jnp.exp2(m - best), jnp.exp2(peer_m - best)
+    l = l * own + peer_l * peer
+    if plan.splits == 1:
+        inverse = 1.0 / jnp.where(l > 0, l, jnp.ones_like(l))
+        own, peer = own * inverse, peer * inverse
+    split = lax.axis_index("split")
+    for c, part in enumerate(acc):
+        if c > 0:
+            plgpu.barrier_wait(scratch["sent"])
+        theirs = plgpu.load(scratch["peer_out"], layout=WIDE)
+        part = part * _across(own, part.shape) + theirs * _across(peer, part.shape)
+        columns = pl.ds(c * plan.chunk, plan.chunk)
+        if plan.splits == 1:
+            # Both warp groups are done with the queries: their place is free.
+            scratch["q_smem"][:, columns] = part.astype(plan.dtype)
+        else:
+            plgpu.store(outs[0].at[split, span.tile, span.head, :, columns], part, optimized=False)
+        if c + 1 < len(acc):
+            plgpu.barrier_arrive(scratch["received"])
+    if plan.splits == 1:
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch["q_smem"], outs[0].at[span.tile, span.head])
+        plgpu.wait_smem_to_gmem(0)
+    else:
+        rows = outs[1].at[split, span.tile, span.head]
+        plgpu.store(rows.at[0], best, optimized=False)
+        plgpu.store(rows.at[1], l, optimized=False)
