@@ -1,19 +1,22 @@
-"""The typed entry point of ragged paged attention; picks an implementation."""
+"""The typed entry point of ragged paged attention."""
+
+from __future__ import annotations
+
+import contextlib
 
 import jax
-from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention.checks import check_block_tables
+from pallas_kernels.paged_attention.pick import KERNELS, load_implementation, pick_implementation
+from pallas_kernels.paged_attention.shapes import attention_shapes
 
-IMPLEMENTATIONS = {
-    "reference": reference.ragged_paged_attention,
-    "xla": xla.ragged_paged_attention,
-}
+with contextlib.suppress(ImportError):  # a bare machine has only jax and numpy: annotations are not looked at there
+    from jaxtyping import Array, Float, Int, Shaped
 
 
 def ragged_paged_attention(
     q: Float[Array, "T Hq D"],
-    kv_pages: Float[Array, "N B KV D"],
+    kv_pages: Shaped[Array, "N B KV Dp"],
     kv_lens: Int[Array, "S"],
     block_tables: Int[Array, "S W"],
     cu_q_lens: Int[Array, "S+1"],
@@ -22,21 +25,29 @@ def ragged_paged_attention(
     layer: int | Int[Array, ""],
     blocks_per_layer: int,
     scale: float,
+    num_kv_heads: int | None = None,
     sliding_window: int | Int[Array, ""] | None = None,
     logit_soft_cap: float | None = None,
+    sinks: Float[Array, "Hq"] | None = None,
+    alibi_slopes: Float[Array, "Hq"] | None = None,
+    kv_scales: Float[Array, "N B KV"] | None = None,
     implementation: str | None = None,
     tiles: tuple[int, int] | None = None,
+    interpret: object = False,
+    debug: bool = False,
 ) -> Float[Array, "T Hq D"]:
     """Causal attention of a flat batch of queries through the pages (Kwon et al., 2023).
 
     Sequence s owns queries `cu_q_lens[s]:cu_q_lens[s+1]`, which are the last ones of its `kv_lens[s]` tokens, whose
     keys and values are already in the pages: prefill chunks and decodes alike. Key t of sequence s is in block
     `block_tables[s, t // B]` at slot `t % B`; block b of layer l is row `l * blocks_per_layer + b` of `kv_pages`,
-    with K and V interleaved by head (K0, V0, K1, V1, ...).
+    with K and V interleaved by head (K0, V0, K1, V1, ...). Pages are allocated in the backend's physical shape
+    (`kv_pages.page_shape`), whose KV rows and lanes may be more than `2 * num_kv_heads` and D; lanes from D on hold
+    zeros in slots that were written, as `write_kv_pages` leaves them.
 
     Args:
         q: queries, T tokens of all sequences in one row.
-        kv_pages: pages of all layers of the cache group.
+        kv_pages: pages of all layers of the cache group. Pages of int8 or float8_e4m3fn need `kv_scales`.
         kv_lens: tokens of each sequence, this step's included.
         block_tables: block ids within a layer; entries past a sequence's end may be anything in range.
         cu_q_lens: offsets of the sequences' queries; entries past `num_seqs` repeat the last.
@@ -44,34 +55,43 @@ def ragged_paged_attention(
         layer: which layer's pages, an int or a traced scalar.
         blocks_per_layer: rows of `kv_pages` per layer, the null block included.
         scale: multiplies the scores, usually `D ** -0.5`.
+        num_kv_heads: how many of the pages' rows are keys (and as many values); None: half of them, no row is padding.
         sliding_window: a query sees at most this many keys, its own included.
         logit_soft_cap: scores become `cap * tanh(score / cap)` before the mask.
-        implementation: "reference" or "xla"; None picks "xla".
-        tiles: (query, key) tokens per compute tile, independent of the page size; "xla" only.
+        sinks: a logit of each query head that takes its share of the softmax and has no value (GPT-OSS).
+        alibi_slopes: adds `slope * (key position - query position)` to the capped score (Press et al., 2022).
+        kv_scales: what each token's row of quantised pages is multiplied with.
+        implementation: "reference", "xla", "mosaic_tpu", "mosaic_gpu" or "triton"; None picks by platform and shapes
+            and logs why (`pick_implementation` returns the same choice with its reason).
+        tiles: (query, key) tokens per compute tile, independent of the page size; None: `tiles.DEFAULT_TILES`.
+        interpret: run a kernel in Pallas' interpreter on any platform, slowly: True, or the parameters of the TPU or
+            Mosaic GPU interpreter, which can look for races.
+        debug: refuse block ids that are out of range: an array that is at hand at once, a traced one when it runs.
 
     Returns:
         Attention outputs in q's dtype; scores and sums are float32. NaN or Inf in slots that no query of
         the sequence sees in this call never reach an output.
 
     Raises:
-        ValueError: for shapes that do not belong together or an unknown implementation.
+        ValueError: for shapes that do not belong together, or an implementation that cannot serve them here.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = kv_pages.shape[2] // 2
-    if kv_pages.shape[3] != head_dim:
-        raise ValueError(f"q has head_dim {head_dim}, the pages have {kv_pages.shape[3]}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads do not divide into groups over {num_kv_heads} KV heads")
+    shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     if kv_pages.shape[0] % blocks_per_layer:
         raise ValueError(f"{kv_pages.shape[0]} page rows are not whole layers of {blocks_per_layer} blocks")
-    name = implementation or "xla"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention implementation {name!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    options = {} if tiles is None else {"tiles": tiles}
-    if options and name == "reference":
-        raise ValueError("tiles have no effect on the reference implementation: leave them unset")
-    with jax.named_scope(f"ragged_paged_attention_{name}"):
-        return IMPLEMENTATIONS[name](
+    if shapes.is_quantized != (kv_scales is not None):
+        raise ValueError(
+            f"pages of {shapes.kv_dtype} need kv_scales: quantised values mean nothing without them"
+            if shapes.is_quantized
+            else f"kv_scales have no effect on pages of {shapes.kv_dtype}: leave them unset"
+        )
+    choice = pick_implementation(shapes, implementation=implementation, tiles=tiles, interpret=interpret)
+    if debug:
+        check_block_tables(block_tables, kv_lens, num_seqs, shapes.block_size, blocks_per_layer)
+    options = {} if choice.name == "reference" else {"tiles": tiles}
+    if choice.name in KERNELS:
+        options["interpret"] = interpret
+    with jax.named_scope(f"ragged_paged_attention_{choice.name}"):
+        return load_implementation(choice.name).ragged_paged_attention(
             q,
             kv_pages,
             kv_lens,
@@ -80,8 +100,12 @@ def ragged_paged_attention(
             num_seqs,
             layer=layer,
             blocks_per_layer=blocks_per_layer,
+            num_kv_heads=shapes.num_kv_heads,
             scale=scale,
             sliding_window=sliding_window,
             logit_soft_cap=logit_soft_cap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            kv_scales=kv_scales,
             **options,
         )

@@ -8,9 +8,7 @@ on the width of the block tables, so that a wide table costs nothing.
 import jax.numpy as jnp
 from jax import lax
 
-DEFAULT_TILES = (64, 64)
-"""Query and key tokens per tile: of 32, 64, 128 and 256 keys, 64 was the fastest or near it on two x86 CPUs at
-contexts 128 and 512 and page sizes 1, 16 and 128 (9 query heads on 3 KV heads of 64, batch 16)."""
+from pallas_kernels.paged_attention.tiles import DEFAULT_TILES
 
 
 def ragged_paged_attention(
@@ -23,16 +21,21 @@ def ragged_paged_attention(
     *,
     layer,
     blocks_per_layer,
+    num_kv_heads,
     scale,
     sliding_window,
     logit_soft_cap,
-    tiles=DEFAULT_TILES,
+    sinks,
+    alibi_slopes,
+    kv_scales,
+    tiles,
 ):
     """See `pallas_kernels.paged_attention.api.ragged_paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
-    block_size, kv_rows = kv_pages.shape[1:3]
-    num_kv_heads = kv_rows // 2
+    block_size = kv_pages.shape[1]
+    used = 2 * num_kv_heads
     num_rows = kv_lens.shape[0]
+    tiles = DEFAULT_TILES["xla"] if tiles is None else tiles
     pages_per_tile = max(1, tiles[1] // block_size)
     key_tile = pages_per_tile * block_size
     # whole tiles only: a slice past the table's end would be shifted back by XLA
@@ -41,6 +44,11 @@ def ragged_paged_attention(
     q_lens = jnp.where(jnp.arange(num_rows) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
     q = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
+    def by_head(values):
+        return values.astype(jnp.float32).reshape(1, num_kv_heads, -1)
+
+    slopes = None if alibi_slopes is None else by_head(alibi_slopes)
+
     def key_tiles(queries, positions, rows, first, last, state):
         """Fold key tiles first..last of tables `rows` [R, W] into the state of `queries` [R, Q, Hkv, G, D]."""
         num = rows.shape[0]
@@ -48,7 +56,10 @@ def ragged_paged_attention(
         def fold(j, state):
             peak, total, out = state
             pages = lax.dynamic_slice(rows, (0, j * pages_per_tile), (num, pages_per_tile))
-            kv = kv_pages[pages].reshape(num, key_tile, num_kv_heads, 2, head_dim)
+            kv = kv_pages[pages][..., :used, :head_dim]
+            if kv_scales is not None:
+                kv = kv.astype(jnp.float32) * kv_scales[pages][..., :used, None]
+            kv = kv.reshape(num, key_tile, num_kv_heads, 2, head_dim)
             keys, values = kv[..., 0, :], kv[..., 1, :]
             key_positions = (j * key_tile + jnp.arange(key_tile))[None, None, :]
             visible = key_positions <= positions[:, :, None]  # [R, Q, K]
@@ -64,6 +75,9 @@ def ragged_paged_attention(
             scores = scores * scale
             if logit_soft_cap is not None:
                 scores = logit_soft_cap * jnp.tanh(scores / logit_soft_cap)
+            if slopes is not None:
+                distances = key_positions - positions[:, :, None]  # [R, Q, K]
+                scores = scores + slopes[..., None, None] * distances.astype(jnp.float32)[:, None, None]
             scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
             # what no query sees may be NaN, and 0 * NaN is NaN
             values = jnp.where(visible.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
@@ -87,9 +101,12 @@ def ragged_paged_attention(
         """Attention of queries [R, Q, Hkv, G, D] at `positions` [R, Q]; returns the same shape."""
         num, num_queries, _, group, _ = queries.shape
         shape = (num, num_kv_heads, group, num_queries)
+        # a sink is a key that was seen before all others, and has no value
         state = (
-            jnp.full(shape, -jnp.inf, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
+            jnp.full(shape, -jnp.inf, jnp.float32)
+            if sinks is None
+            else jnp.broadcast_to(by_head(sinks)[..., None], shape),
+            jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32),
             jnp.zeros((*shape, head_dim), jnp.float32),
         )
         _, total, out = key_tiles(queries, positions, rows, first, last, state)

@@ -1,9 +1,7 @@
 """Every implementation against the specification, and the specification against float64 in numpy."""
 
 import inspect
-import json
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,217 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ragged_batches import (
+    CASES,
+    EXAMPLES,
+    FAST,
+    IMPLEMENTATION_NAMES,
+    POISONS,
+    Case,
+    Sequence,
+    batches,
+    check,
+    make_inputs,
+    physical,
+    run,
+)
 
 from pallas_kernels.paged_attention import ragged_paged_attention
-from pallas_kernels.paged_attention.api import IMPLEMENTATIONS
+from pallas_kernels.paged_attention.pick import KERNELS
 
-FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
-POISONS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
-# Inputs are standard normal. float32 differs by the order of sums only; the 16-bit types round the
-# probabilities and the result, each within half a unit of their last place, on values of up to about 4.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is compiled: shapes and options. `window` "traced" passes the window as an array."""
-
-    block_size: int
-    heads: tuple[int, int] = (4, 2)
-    head_dim: int = 8
-    num_tokens: int = 48
-    num_rows: int = 6
-    max_len: int = 80
-    layers: int = 2
-    window: int | str | None = None
-    soft_cap: float | None = None
-    tiles: tuple[int, int] | None = None
-    dtype: str = "float32"
-    kv_dtype: str | None = None
-
-    @property
-    def table_width(self) -> int:
-        return -(-self.max_len // self.block_size)
-
-    @property
-    def blocks_per_layer(self) -> int:
-        return 1 + self.num_rows * self.table_width + 3
-
-
-CASES = {
-    "page_1": Case(1, (2, 2)),
-    "page_1_tiles_7_5": Case(1, (3, 1), tiles=(7, 5), window=5),
-    "page_3_tiles_16_16": Case(3, (6, 2), tiles=(16, 16), window=4),
-    "page_3_tiles_7_5": Case(3, (3, 1), tiles=(7, 5), layers=3, soft_cap=3.0),
-    "page_4_traced_window": Case(4, (8, 2), tiles=(7, 5), window="traced"),
-    "page_4_window_1": Case(4, (3, 3), tiles=(16, 16), window=1, layers=1),
-    "page_16_tiles_64_64": Case(16, (9, 3), 64, num_tokens=140, max_len=200, tiles=(64, 64)),
-    "page_16_soft_cap_window": Case(16, (4, 1), tiles=(32, 128), soft_cap=2.0, window=5),
-    "page_128": Case(128, (4, 1), 64, num_tokens=70, num_rows=3, max_len=256, tiles=(32, 128)),
-    "page_128_small_tiles": Case(128, (2, 2), num_rows=3, max_len=256, tiles=(16, 16), window="traced"),
-    "one_token": Case(4, (4, 1), num_tokens=1, num_rows=1),
-    "bfloat16": Case(16, (9, 3), 64, dtype="bfloat16"),
-    "float16": Case(4, (4, 4), dtype="float16", tiles=(16, 16)),
-    "bfloat16_pages": Case(4, (6, 2), kv_dtype="bfloat16", tiles=(16, 16), window=4),
+TILES = {
+    "xla": [(7, 5), (16, 16), (32, 128)],
+    "mosaic_tpu": [(1, 16), (8, 64), (16, 256)],
+    "mosaic_gpu": [(8, 64), (16, 128)],
+    "triton": [(1, 16), (8, 32), (16, 128)],
 }
-
-
-@dataclass(frozen=True)
-class Sequence:
-    q_len: int
-    kv_len: int
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One call's arguments on the host, and the answer in float64 for the tokens that are real."""
-
-    q: np.ndarray
-    kv_pages: np.ndarray
-    kv_lens: np.ndarray
-    block_tables: np.ndarray
-    cu_q_lens: np.ndarray
-    num_seqs: np.ndarray
-    layer: np.ndarray
-    window: np.ndarray | None
-    expected: np.ndarray
-
-
-def dense_attention(q, keys, values, offset, scale, window, soft_cap):
-    """float64 attention of q [L, Hq, D] at positions offset.. over keys [K, Hkv, D]; a loop, and no masks."""
-    group = q.shape[1] // keys.shape[1]
-    out = np.zeros(q.shape)
-    for i, head in np.ndindex(q.shape[:2]):
-        position = offset + i
-        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
-        scores = keys[seen, head // group] @ q[i, head] * scale
-        if soft_cap is not None:
-            scores = soft_cap * np.tanh(scores / soft_cap)
-        weights = np.exp(scores - scores.max())
-        out[i, head] = weights @ values[seen, head // group] / weights.sum()
-    return out
-
-
-def make_inputs(case: Case, sequences: list[Sequence], seed: int, poison: float, window: int | None) -> Inputs:
-    """Sequences laid into shuffled pages; slots that no query sees, and padded queries, hold `poison`."""
-    rng = np.random.default_rng(seed)
-    heads, kv_heads = case.heads
-    dtype, kv_dtype = jnp.dtype(case.dtype), jnp.dtype(case.kv_dtype or case.dtype)
-    pages = np.full(
-        (case.layers * case.blocks_per_layer, case.block_size, 2 * kv_heads, case.head_dim), poison, kv_dtype
-    )
-    free = list(rng.permutation(np.arange(1, case.blocks_per_layer)))
-    # entries past a sequence's end may be anything in range, and rows past num_seqs may hold anything at all
-    tables = rng.integers(0, case.blocks_per_layer, (case.num_rows, case.table_width)).astype(np.int32)
-    kv_lens = rng.integers(0, case.max_len, case.num_rows).astype(np.int32)
-    q = np.full((case.num_tokens, heads, case.head_dim), poison, dtype)
-    cu_q_lens = np.zeros(case.num_rows + 1, np.int32)
-    layer = int(rng.integers(case.layers))
-    expected, start = [], 0
-    for s, sequence in enumerate(sequences):
-        end, length = start + sequence.q_len, sequence.kv_len
-        q[start:end] = rng.standard_normal((sequence.q_len, heads, case.head_dim))
-        kv = rng.standard_normal((length, kv_heads, 2, case.head_dim)).astype(kv_dtype)
-        offset = length - sequence.q_len
-        first_seen = 0 if window is None else max(0, offset - window + 1)
-        kv_lens[s], cu_q_lens[s + 1] = length, end
-        for index in range(-(-length // case.block_size)):
-            tables[s, index] = free.pop()
-        for t in range(first_seen, length):
-            row = layer * case.blocks_per_layer + tables[s, t // case.block_size]
-            pages[row, t % case.block_size, 0::2] = kv[t, :, 0]
-            pages[row, t % case.block_size, 1::2] = kv[t, :, 1]
-        wide = kv.astype(np.float64)
-        own = q[start:end].astype(np.float64)
-        expected.append(
-            dense_attention(own, wide[:, :, 0], wide[:, :, 1], offset, case.head_dim**-0.5, window, case.soft_cap)
-        )
-        start = end
-    cu_q_lens[len(sequences) + 1 :] = start
-    return Inputs(
-        q,
-        pages,
-        kv_lens,
-        tables,
-        cu_q_lens,
-        np.array([len(sequences)], np.int32),
-        np.int32(layer),
-        np.int32(window) if case.window == "traced" else None,
-        np.concatenate(expected) if expected else np.zeros((0, heads, case.head_dim)),
-    )
-
-
-@cache
-def compiled(case: Case, implementation: str):
-    """The op jitted for a case: layer, and a traced window, are arguments."""
-
-    def run(q, kv_pages, kv_lens, block_tables, cu_q_lens, num_seqs, layer, window):
-        return ragged_paged_attention(
-            q,
-            kv_pages,
-            kv_lens,
-            block_tables,
-            cu_q_lens,
-            num_seqs,
-            layer=layer,
-            blocks_per_layer=case.blocks_per_layer,
-            scale=case.head_dim**-0.5,
-            sliding_window=window if case.window == "traced" else case.window,
-            logit_soft_cap=case.soft_cap,
-            implementation=implementation,
-            tiles=None if implementation == "reference" else case.tiles,
-        )
-
-    return jax.jit(run)
-
-
-def run(case: Case, implementation: str, inputs: Inputs) -> np.ndarray:
-    """Outputs of the real tokens as float64."""
-    out = compiled(case, implementation)(
-        inputs.q,
-        inputs.kv_pages,
-        inputs.kv_lens,
-        inputs.block_tables,
-        inputs.cu_q_lens,
-        inputs.num_seqs,
-        inputs.layer,
-        inputs.window,
-    )
-    assert out.dtype == inputs.q.dtype
-    return np.asarray(out, np.float64)[: inputs.cu_q_lens[-1]]
-
-
-def check(case: Case, implementation: str, inputs: Inputs) -> None:
-    tolerance = TOLERANCE["float32" if case.dtype == "float32" and not case.kv_dtype else case.dtype]
-    if case.kv_dtype == "bfloat16":
-        tolerance = TOLERANCE["bfloat16"]
-    reference = run(case, "reference", inputs)
-    np.testing.assert_allclose(reference, inputs.expected, rtol=0, atol=tolerance)
-    if implementation != "reference":
-        fast = run(case, implementation, inputs)
-        np.testing.assert_allclose(fast, reference, rtol=0, atol=tolerance)
-
-
-@st.composite
-def batches(draw, case: Case) -> list[Sequence]:
-    """Decodes and prefill chunks in any order, their lengths often at the edges of pages and tiles."""
-    tile = case.tiles or (64, 64)
-    edges = {1, 2, case.max_len}
-    for unit in (case.block_size, *tile):
-        edges |= {unit - 1, unit, unit + 1, 2 * unit, 2 * unit + 1}
-    lengths = st.one_of(st.just(1), st.sampled_from(sorted(edges)), st.integers(1, case.max_len))
-    sequences, left = [], case.num_tokens
-    for _ in range(draw(st.integers(1, case.num_rows))):
-        if left == 0:
-            break
-        q_len = max(1, min(draw(lengths), left))
-        kv_len = min(case.max_len, max(q_len, draw(lengths)))
-        sequences.append(Sequence(q_len, kv_len))
-        left -= q_len
-    return sequences
-
-
-IMPLEMENTATION_NAMES = ["reference", *FAST]
 
 
 @pytest.mark.parametrize("implementation", FAST)
@@ -235,7 +46,7 @@ class TestImplementation:
     def test_any_batch(self, name, implementation):
         case = CASES[name]
 
-        @settings(max_examples=25)
+        @settings(max_examples=EXAMPLES[implementation])
         @given(
             batches(case),
             st.integers(0, 2**32 - 1),
@@ -305,15 +116,64 @@ class TestImplementation:
     def test_static_layer_equals_traced_layer(self, implementation):
         case = Case(4, num_tokens=8, num_rows=2, max_len=16, layers=3)
         inputs = make_inputs(case, [Sequence(4, 9), Sequence(1, 3)], 7, np.nan, None)
+        pages, _ = physical(implementation, inputs.kv_pages, None, inputs.is_used, inputs.poison)
         out = ragged_paged_attention(
-            *(jnp.asarray(getattr(inputs, n)) for n in ("q", "kv_pages", "kv_lens", "block_tables", "cu_q_lens")),
+            *map(jnp.asarray, (inputs.q, pages, inputs.kv_lens, inputs.block_tables, inputs.cu_q_lens)),
             jnp.asarray(inputs.num_seqs),
             layer=int(inputs.layer),
             blocks_per_layer=case.blocks_per_layer,
+            num_kv_heads=2,
             scale=case.head_dim**-0.5,
             implementation=implementation,
+            interpret=implementation in KERNELS,
         )
         np.testing.assert_allclose(np.asarray(out)[:5], inputs.expected, rtol=0, atol=2e-5)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_lengths_around_a_tile_of_64(self, dtype, implementation):
+        """G16: chunks that are shorter than their keys by nothing, one token, almost a tile, and more than one."""
+        lengths = (1, 63, 64, 65, 127, 192)
+        sequences = [Sequence(n - less, n) for n in lengths for less in (0, 1, 63, 100) if less < n]
+        total = sum(s.q_len for s in sequences)
+        case = Case(
+            16,
+            (1, 1),
+            16,
+            num_tokens=total,
+            num_rows=len(sequences),
+            max_len=192,
+            layers=1,
+            tiles=(64, 64),
+            dtype=dtype,
+        )
+        inputs = make_inputs(case, sequences, 9, np.nan, None)
+        first = run(case, implementation, inputs)
+        np.testing.assert_allclose(first, inputs.expected, rtol=0, atol=case.tolerance)
+        for _ in range(2):
+            np.testing.assert_array_equal(run(case, implementation, inputs), first)
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+    def test_head_dims(self, head_dim, implementation):
+        """G17: the softmax scale is that of the true size, whatever the pages are padded to."""
+        case = Case(16, (2, 1), head_dim, num_tokens=9, num_rows=3, max_len=48)
+        inputs = make_inputs(case, [Sequence(5, 21), Sequence(1, 33), Sequence(3, 3)], 10, np.nan, None)
+        check(case, implementation, inputs)
+
+    @pytest.mark.parametrize("block_size", [1, 2, 5, 7, 12, 24, 32, 64, 100, 256, 509, 512])
+    def test_page_sizes(self, block_size, implementation):
+        case = Case(
+            block_size, (2, 1), 16, num_tokens=24, num_rows=3, max_len=max(80, block_size + 3), dtype="bfloat16"
+        )
+        sequences = [Sequence(17, min(70, case.max_len)), Sequence(1, case.max_len), Sequence(2, 2)]
+        check(case, implementation, make_inputs(case, sequences, 11, np.nan, None))
+
+
+@pytest.mark.parametrize(("implementation", "tiles"), [(name, tiles) for name in TILES for tiles in TILES[name]])
+def test_tiles_change_nothing(implementation, tiles):
+    case = Case(16, (4, 2), 16, num_tokens=60, num_rows=4, max_len=300, window="traced")
+    sequences = [Sequence(1, 290), Sequence(40, 130), Sequence(17, 17), Sequence(2, 129)]
+    for window in (1000, 64):
+        check(case, implementation, make_inputs(case, sequences, 12, np.nan, window), tiles=tiles)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
@@ -338,33 +198,53 @@ def test_a_window_of_w_shows_exactly_w_keys(window, implementation):
             token += 1
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
-def test_poison_that_a_later_query_sees_does_not_reach_earlier_ones(implementation, request):
-    """One chunk, whose query at position 4 sees a NaN that those before it do not."""
-    if implementation == "xla":
-        reason = "guards whole tiles: what one query of a chunk sees, its earlier ones multiply by 0"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    case = Case(4, num_tokens=6, num_rows=1, max_len=8, layers=1, tiles=(16, 16))
+def test_poison_that_a_later_query_sees_does_not_reach_earlier_ones():
+    """The reference alone promises it. The others guard whole tiles: what one query of a chunk sees, its earlier
+    ones multiply by 0."""
+    case = Case(4, num_tokens=6, num_rows=1, max_len=8, layers=1)
     inputs = make_inputs(case, [Sequence(6, 6)], 8, np.nan, None)
     inputs.kv_pages[inputs.block_tables[0, 1], 0] = np.nan
-    out = run(case, implementation, inputs)
+    out = run(case, "reference", inputs)
     assert np.isnan(out[4:]).all()
     np.testing.assert_allclose(out[:4], inputs.expected[:4], rtol=0, atol=2e-5)
 
 
-def read_vector(vectors, case: str, entry: dict, name: str) -> np.ndarray:
-    """One array of an ONNX case; bfloat16 is stored as its bits."""
-    array = vectors[f"{case}/{name}"]
-    return array.view(jnp.bfloat16) if entry["dtypes"][name] == "bfloat16" else array
+class TestDebug:
+    """Block ids that are out of range are refused, and only those that a sequence needs."""
+
+    @pytest.mark.parametrize(
+        ("tables", "sentence"),
+        [
+            ([[1, 3], [2, 0]], "entry 1 of sequence 0's block table is 3: block ids are 0 to 2"),
+            ([[1, 0], [-1, 0]], "entry 0 of sequence 1's block table is -1: block ids are 0 to 2"),
+        ],
+    )
+    def test_out_of_range(self, tables, sentence):
+        tables, lens = jnp.array(tables, jnp.int32), jnp.array([5, 3], jnp.int32)
+        with pytest.raises(ValueError, match=sentence):
+            call(tables=tables, kv_lens=lens, debug=True)
+        traced = jax.jit(lambda t: call(tables=t, kv_lens=lens, debug=True))
+        with pytest.raises(Exception, match=sentence):  # JAX's own runtime error around it
+            jax.block_until_ready([traced(tables), jax.effects_barrier()])
+
+    def test_what_no_sequence_needs_may_be_anything(self):
+        tables = np.array([[1, 99], [2, 99]], np.int32)
+        assert np.isfinite(call(tables=tables, kv_lens=np.array([4, 3], np.int32), debug=True)).all()
+
+    def test_a_table_that_is_too_narrow(self):
+        with pytest.raises(ValueError, match="sequence 1 has 9 tokens, its block table holds 8"):
+            call(kv_lens=np.array([1, 9], np.int32), debug=True)
 
 
-def call(*, q=(4, 4, 8), pages=(6, 4, 4, 8), blocks_per_layer=3, **options):
+def call(
+    *, q=(4, 4, 8), pages=(6, 4, 4, 8), blocks_per_layer=3, kv_dtype="float32", tables=None, kv_lens=None, **options
+):
     # unwrapped: the tests' shape checker would answer first
     return inspect.unwrap(ragged_paged_attention)(
         jnp.zeros(q),
-        jnp.zeros(pages),
-        jnp.ones(2, jnp.int32),
-        jnp.zeros((2, 2), jnp.int32),
+        jnp.zeros(pages, kv_dtype),
+        jnp.ones(2, jnp.int32) if kv_lens is None else jnp.asarray(kv_lens),
+        jnp.zeros((2, 2), jnp.int32) if tables is None else jnp.asarray(tables),
         jnp.array([0, 1, 2], jnp.int32),
         jnp.array([2], jnp.int32),
         layer=0,
@@ -380,92 +260,24 @@ def call(*, q=(4, 4, 8), pages=(6, 4, 4, 8), blocks_per_layer=3, **options):
         ({"q": (4, 4, 16)}, "q has head_dim 16, the pages have 8"),
         ({"q": (4, 3, 8)}, "3 query heads do not divide into groups over 2 KV heads"),
         ({"blocks_per_layer": 4}, "6 page rows are not whole layers of 4 blocks"),
-        ({"implementation": "cuda"}, "unknown attention implementation 'cuda'; known: reference, xla"),
+        ({"implementation": "cuda"}, "unknown attention implementation 'cuda'; known: reference, xla, mosaic_tpu"),
         (
             {"implementation": "reference", "tiles": (16, 16)},
             "tiles have no effect on the reference implementation",
         ),
+        ({"num_kv_heads": 4}, "the pages have 4 rows a token, too few for keys and values of 4 heads"),
+        ({"kv_dtype": "int8"}, "pages of int8 need kv_scales"),
+        ({"kv_scales": jnp.zeros((6, 4, 4))}, "kv_scales have no effect on pages of float32"),
+        (
+            {"implementation": "mosaic_tpu"},
+            "cannot serve this call: it is for a TPU, not a CPU; interpret=True runs it",
+        ),
+        ({"implementation": "mosaic_gpu"}, "cannot serve this call: it is for a GPU, not a CPU"),
+        ({"implementation": "triton"}, "cannot serve this call: it is for a GPU, not a CPU"),
+        ({"implementation": "xla", "interpret": True}, "it is no Pallas kernel, so interpret has no effect on it"),
+        ({"interpret": True}, "interpret has no effect unless implementation names a kernel"),
     ],
 )
 def test_refusals_are_sentences(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(**arguments)
-
-
-# Of the 137 cases, one of each kind that is this op: no masks, values of the keys' size, no empty rows.
-ONNX_CASES = [
-    "test_attention_3d_gqa",
-    "test_attention_3d_gqa_causal",
-    "test_attention_4d_causal_bf16",
-    "test_attention_4d_causal_fp16",
-    "test_attention_4d_causal_nonpad_batch_prefill",
-    "test_attention_4d_causal_nonpad_continued_prefill",
-    "test_attention_4d_causal_with_past_and_present",
-    "test_attention_4d_fp16",
-    "test_attention_4d_gqa_causal_nonpad_decode",
-    "test_attention_4d_gqa_causal_nonpad_decode_fp16",
-    "test_attention_4d_gqa_scaled",
-    "test_attention_4d_gqa_softcap",
-    "test_attention_local_window",
-]
-
-
-def heads_apart(x: np.ndarray, count: int | None) -> np.ndarray:
-    """[batch, heads, length, D], or [batch, length, count * D], as [batch, length, heads, D]."""
-    return np.moveaxis(x, 1, 2) if x.ndim == 4 else x.reshape(*x.shape[:2], count, -1)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
-@pytest.mark.parametrize("name", ONNX_CASES)
-def test_onnx_attention_vectors(shared, name, implementation):
-    """The ONNX reference's outputs, from contiguous keys and values that are laid into shuffled pages.
-
-    Causal queries are one sequence for each batch entry; queries that see all keys are decodes that share
-    a table.
-    """
-    folder = shared / "reference" / "onnx_attention"
-    entry = json.loads((folder / "index.json").read_text())[name]
-    attrs = entry["attrs"]
-    with np.load(folder / "vectors.npz") as vectors:
-        inputs = {n: read_vector(vectors, name, entry, n) for n in [*entry["node_inputs"], "out:Y"] if n}
-    q, expected = (heads_apart(inputs[n], attrs.get("q_num_heads")) for n in ("Q", "out:Y"))
-    k, v = (heads_apart(inputs[n], attrs.get("kv_num_heads")) for n in ("K", "V"))
-    num, length, heads, head_dim = q.shape
-    past = inputs["past_key"].shape[2] if "past_key" in inputs else 0
-    if past:
-        k = np.concatenate([heads_apart(inputs["past_key"], None), k], axis=1)
-        v = np.concatenate([heads_apart(inputs["past_value"], None), v], axis=1)
-    causal = attrs.get("is_causal", 0) == 1
-    # without a length of its own, a causal query i sees the past and keys 0..i
-    lens = inputs.get("nonpad_kv_seqlen", np.full(num, past + length if causal else k.shape[1]))
-    block_size, rng = 3, np.random.default_rng(8)
-    width = -(-k.shape[1] // block_size)
-    pages = np.full((1 + num * width, block_size, 2 * k.shape[2], head_dim), np.nan, k.dtype)
-    tables = (1 + rng.permutation(num * width)).reshape(num, width).astype(np.int32)
-    for b, t in np.ndindex(k.shape[:2]):
-        pages[tables[b, t // block_size], t % block_size, 0::2] = k[b, t]
-        pages[tables[b, t // block_size], t % block_size, 1::2] = v[b, t]
-    q_lens = [length] * num if causal else [1] * (num * length)
-    repeat = 1 if causal else length
-    options = {
-        "scale": attrs.get("scale", head_dim**-0.5),
-        "sliding_window": attrs["left_window_size"] + 1 if "left_window_size" in attrs else None,
-        "logit_soft_cap": attrs.get("softcap"),
-        "implementation": implementation,
-    }
-    out = jax.jit(partial(ragged_paged_attention, layer=0, blocks_per_layer=len(pages), **options))(
-        q.reshape(num * length, heads, head_dim),
-        pages,
-        np.repeat(lens, repeat).astype(np.int32),
-        np.repeat(tables, repeat, axis=0),
-        np.cumsum([0, *q_lens], dtype=np.int32),
-        np.array([len(q_lens)], np.int32),
-    )
-    # theirs rounds bfloat16 scores and weights, too
-    tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 3e-2}[entry["dtypes"]["Q"]]
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64).reshape(expected.shape),
-        expected.astype(np.float64),
-        rtol=0,
-        atol=tolerance,
-    )
