@@ -7,14 +7,30 @@ from jax import lax
 def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer):
     """See `pallas_kernels.kv_pages.api.write_kv_pages`."""
 
+    head_dim = keys.shape[2]
+
     def write(t, pages):
-        row = layer * blocks_per_layer + block_ids[t]
+        slot = pages.at[layer * blocks_per_layer + block_ids[t], offsets[t]]
+        row = jnp.zeros(kv_pages.shape[2:], pages.dtype)
         for head in range(keys.shape[1]):
-            pages = pages.at[row, offsets[t], 2 * head].set(keys[t, head].astype(pages.dtype))
-            pages = pages.at[row, offsets[t], 2 * head + 1].set(values[t, head].astype(pages.dtype))
-        return pages
+            row = row.at[2 * head, :head_dim].set(keys[t, head].astype(pages.dtype))
+            row = row.at[2 * head + 1, :head_dim].set(values[t, head].astype(pages.dtype))
+        return slot.set(row)
 
     return lax.fori_loop(0, keys.shape[0], write, kv_pages)
+
+
+def write_kv_scales(kv_scales, key_scales, value_scales, block_ids, offsets, *, layer, blocks_per_layer):
+    """See `pallas_kernels.kv_pages.api.write_kv_scales`."""
+
+    def write(t, scales):
+        slot = scales.at[layer * blocks_per_layer + block_ids[t], offsets[t]]
+        row = jnp.zeros(kv_scales.shape[2], scales.dtype)
+        for head in range(key_scales.shape[1]):
+            row = row.at[2 * head].set(key_scales[t, head]).at[2 * head + 1].set(value_scales[t, head])
+        return slot.set(row)
+
+    return lax.fori_loop(0, key_scales.shape[0], write, kv_scales)
 
 
 def copy_pages(kv_pages, sources, targets, *, blocks_per_layer):

@@ -5,9 +5,8 @@ import logging
 from types import ModuleType
 from typing import NamedTuple
 
-import jax
-
 from pallas_kernels.paged_attention.shapes import AttentionShapes
+from pallas_kernels.platforms import Platform, target_platform
 
 _LOG = logging.getLogger("pallas_kernels")
 
@@ -33,26 +32,6 @@ class Choice(NamedTuple):
 
     name: str
     reason: str
-
-
-class Platform(NamedTuple):
-    """What the code will run on: "cpu", "gpu" or "tpu", and a GPU's compute capability where it is known."""
-
-    name: str
-    compute_capability: float | None = None
-
-
-def target_platform() -> Platform:
-    """The platform that is being compiled for: that of an abstract mesh in use, else the default device's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        # JAX 0.11 and 0.12 differ in what an abstract device knows beside its kind
-        name = getattr(device, "platform", None) or ("tpu" if "TPU" in device.device_kind else "gpu")
-        return Platform("gpu" if name == "cuda" else name)
-    name = jax.default_backend()
-    if name != "gpu":
-        return Platform(name)
-    return Platform(name, float(getattr(jax.devices()[0], "compute_capability", 0.0)))
 
 
 def load_implementation(name: str) -> ModuleType:

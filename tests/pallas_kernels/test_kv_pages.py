@@ -14,8 +14,10 @@ from pallas_kernels.kv_pages import (
     copy_pages,
     gather_pages,
     page_shape,
+    quantize_rows,
     scatter_pages,
     write_kv_pages,
+    write_kv_scales,
 )
 from pallas_kernels.kv_pages.api import IMPLEMENTATIONS
 
@@ -24,12 +26,17 @@ TOKENS = 8
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_pages(seed: int) -> np.ndarray:
-    shape = (
-        LAYERS * BLOCKS,
-        *page_shape("cpu", block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM),
+def random_pages(seed: int, implementation: str) -> np.ndarray:
+    """In the physical shape of the implementation's backend, rubbish in the padding."""
+    backend = "tpu" if implementation == "mosaic_tpu" else "cpu"
+    page = page_shape(
+        backend, block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.dtype("float32")
     )
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return np.random.default_rng(seed).standard_normal((LAYERS * BLOCKS, *page), dtype=np.float32)
+
+
+def writer(implementation: str):
+    return partial(write_kv_pages, implementation=implementation, interpret=implementation == "mosaic_tpu")
 
 
 def null_blocks() -> np.ndarray:
@@ -45,13 +52,13 @@ def assert_equal_outside_null(actual: jax.Array, expected: np.ndarray) -> None:
 class TestImplementation:
     def test_write(self, implementation):
         """Real tokens go to distinct slots, and any number of padded ones to the null block."""
-        write = jax.jit(partial(write_kv_pages, blocks_per_layer=BLOCKS, implementation=implementation))
+        write = jax.jit(partial(writer(implementation), blocks_per_layer=BLOCKS))
 
         @settings(max_examples=20)
         @given(seeds, st.integers(0, TOKENS), st.integers(0, LAYERS - 1))
         def test(seed, num_real, layer):
             rng = np.random.default_rng(seed)
-            pages = random_pages(seed)
+            pages = random_pages(seed, implementation)
             keys, values = rng.standard_normal((2, TOKENS, KV_HEADS, HEAD_DIM), dtype=np.float32)
             slots = BLOCK_SIZE + rng.permutation((BLOCKS - 1) * BLOCK_SIZE)[:TOKENS].astype(np.int32)
             is_real = rng.permutation(TOKENS) < num_real
@@ -60,9 +67,11 @@ class TestImplementation:
             out = write(pages, keys, values, blocks, offsets, layer=np.int32(layer))
             expected = pages.copy()
             for t in range(TOKENS):
+                slot = expected[layer * BLOCKS + blocks[t], offsets[t]]
+                slot[:] = 0.0
                 for head in range(KV_HEADS):
-                    expected[layer * BLOCKS + blocks[t], offsets[t], 2 * head] = keys[t, head]
-                    expected[layer * BLOCKS + blocks[t], offsets[t], 2 * head + 1] = values[t, head]
+                    slot[2 * head, :HEAD_DIM] = keys[t, head]
+                    slot[2 * head + 1, :HEAD_DIM] = values[t, head]
             assert_equal_outside_null(out, expected)
 
         test()
@@ -71,19 +80,40 @@ class TestImplementation:
     def test_write_rounds_to_the_pages_dtype(self, dtype, implementation):
         keys = jnp.full((1, KV_HEADS, HEAD_DIM), 1.001)
         where = jnp.ones(1, jnp.int32)
-        pages = write_kv_pages(
-            jnp.zeros((BLOCKS, BLOCK_SIZE, 2 * KV_HEADS, HEAD_DIM), dtype),
-            keys,
-            -keys,
-            where,
-            where,
-            layer=0,
-            blocks_per_layer=BLOCKS,
-            implementation=implementation,
-        )
+        empty = jnp.zeros((BLOCKS, *random_pages(0, implementation).shape[1:]), dtype)
+        pages = writer(implementation)(empty, keys, -keys, where, where, layer=0, blocks_per_layer=BLOCKS)
         assert pages.dtype == dtype
-        np.testing.assert_array_equal(pages[1, 1, 0::2], keys[0].astype(dtype))
-        np.testing.assert_array_equal(pages[1, 1, 1::2], -keys[0].astype(dtype))
+        slot = pages[1, 1, : 2 * KV_HEADS, :HEAD_DIM]
+        np.testing.assert_array_equal(slot[0::2], keys[0].astype(dtype))
+        np.testing.assert_array_equal(slot[1::2], -keys[0].astype(dtype))
+
+    @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+    def test_write_quantized_rows_and_their_scales(self, dtype, implementation):
+        dtype, rng = jnp.dtype(dtype), np.random.default_rng(3)
+        keys, values = 3.0 * rng.standard_normal((2, TOKENS, KV_HEADS, HEAD_DIM)).astype(np.float32)
+        keys[0, 0] = 0.0
+        (k, k_scales), (v, v_scales) = (quantize_rows(jnp.asarray(x), dtype) for x in (keys, values))
+        slots = BLOCK_SIZE + rng.permutation((BLOCKS - 1) * BLOCK_SIZE)[:TOKENS]
+        blocks, offsets = (jnp.asarray(x, jnp.int32) for x in (slots // BLOCK_SIZE, slots % BLOCK_SIZE))
+        where = {"layer": 1, "blocks_per_layer": BLOCKS}
+        shape = random_pages(0, implementation).shape
+        pages = writer(implementation)(jnp.ones(shape, dtype), k, v, blocks, offsets, **where)
+        scales = write_kv_scales(
+            jnp.full(shape[:3], jnp.nan),
+            k_scales,
+            v_scales,
+            blocks,
+            offsets,
+            implementation="reference" if implementation == "reference" else "xla",
+            **where,
+        )
+        stored = np.asarray(pages, np.float32)[BLOCKS + np.asarray(blocks), offsets]
+        stored = stored * np.asarray(scales)[BLOCKS + np.asarray(blocks), offsets][..., None]
+        # half a unit of the last place: of 127 steps, or of four bits
+        bound = np.abs(keys).max() / 254 if dtype == jnp.int8 else np.abs(keys).max() / 31
+        np.testing.assert_allclose(stored[:, : 2 * KV_HEADS : 2, :HEAD_DIM], keys, rtol=0, atol=bound)
+        np.testing.assert_allclose(stored[:, 1 : 2 * KV_HEADS : 2, :HEAD_DIM], values, rtol=0, atol=bound)
+        np.testing.assert_array_equal(stored[0, 0], 0.0)
 
     def test_copy_reads_all_sources_first(self, implementation):
         """Chains, swaps and one source for many targets; padding copies the null block onto itself."""
@@ -93,7 +123,7 @@ class TestImplementation:
         @given(seeds, st.integers(0, 5))
         def test(seed, num_real):
             rng = np.random.default_rng(seed)
-            pages = random_pages(seed)
+            pages = random_pages(seed, implementation)
             sources, targets = np.zeros((2, 5), np.int32)
             sources[:num_real] = rng.integers(1, BLOCKS, num_real)
             targets[:num_real] = 1 + rng.permutation(BLOCKS - 1)[:num_real]
@@ -104,7 +134,7 @@ class TestImplementation:
 
         test()
 
-        pages = random_pages(0)
+        pages = random_pages(0, implementation)
         chain = copy(pages, np.array([1, 2, 3, 0, 0], np.int32), np.array([2, 3, 1, 0, 0], np.int32))
         np.testing.assert_array_equal(np.asarray(chain)[[2, 3, 1]], pages[[1, 2, 3]])
 
@@ -119,7 +149,7 @@ class TestImplementation:
         @given(seeds)
         def test(seed):
             rng = np.random.default_rng(seed)
-            pages, others = random_pages(seed), random_pages(seed + 1)
+            pages, others = random_pages(seed, implementation), random_pages(seed + 1, implementation)
             taken, given_back = (1 + rng.permutation(BLOCKS - 1)[:4].astype(np.int32) for _ in range(2))
             blocks = gather(pages, taken)
             layered = pages.reshape(LAYERS, BLOCKS, *pages.shape[1:])
@@ -135,16 +165,30 @@ class TestImplementation:
 def test_unknown_implementation_is_named():
     pages = jnp.zeros((4, 2, 2, 2))
     ids = jnp.zeros(1, jnp.int32)
-    with pytest.raises(ValueError, match="unknown page implementation 'cuda'; known: reference, xla"):
+    with pytest.raises(ValueError, match="unknown page implementation 'cuda'; known: reference, xla, mosaic_tpu"):
         gather_pages(pages, ids, blocks_per_layer=4, implementation="cuda")
 
 
 def test_allocated_pages_are_zero_and_of_the_physical_shape():
-    shape = page_shape("cpu", block_size=16, num_kv_heads=3, head_dim=64)
+    shape = page_shape("cpu", block_size=16, num_kv_heads=3, head_dim=64, dtype=jnp.dtype("bfloat16"))
     pages = allocate_pages(5, shape, jnp.dtype("bfloat16"))
     assert pages.shape == (5, 16, 6, 64)
     assert pages.dtype == jnp.bfloat16
     assert not pages.any()
+
+
+def test_quantised_pages_refuse_other_numbers():
+    pages, ids = jnp.zeros((4, 2, 2, 2), jnp.int8), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="pages of int8 hold what quantize_rows returns, not float32"):
+        write_kv_pages(pages, jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2)), ids, ids, layer=0, blocks_per_layer=4)
+    with pytest.raises(ValueError, match="float16 is no quantised type: use int8 or float8_e4m3fn"):
+        quantize_rows(jnp.ones((1, 1, 2)), jnp.dtype("float16"))
+
+
+def test_pages_that_are_too_small():
+    pages, ids = jnp.zeros((4, 2, 4, 8)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=r"shape \(4, 8\), too small for keys and values of 3 heads of 8"):
+        write_kv_pages(pages, jnp.ones((1, 3, 8)), jnp.ones((1, 3, 8)), ids, ids, layer=0, blocks_per_layer=4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
