@@ -70,8 +70,10 @@ class EngineConfig(StrictModel):
     """Order of the waiting queue: "fcfs" or "package.module:Class"."""
     victim_policy: str = "last_arrived"
     """Who is preempted when blocks run out: "last_arrived" or "package.module:Class"."""
-    attention_implementation: Literal["auto", "reference", "xla"] = "auto"
-    """Which ragged_paged_attention runs; auto is xla, the one fast path there is yet."""
+    attention_implementation: Literal["auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"] = "auto"
+    """Which ragged_paged_attention runs; auto is the kernel of the platform that serves the model, else xla."""
+    attention_interpret: bool = False
+    """Run the kernel that attention_implementation names in Pallas' interpreter, on any platform (very slow)."""
     layer_loop: Literal["auto", "unrolled", "scanned"] = "auto"
     """Unrolled layers run faster on a CPU, scanned ones compile faster; auto picks by platform."""
     token_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
@@ -81,7 +83,7 @@ class EngineConfig(StrictModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds dummy weights and the sampling of requests that bring no seed of their own."""
     debug: bool = False
-    """Check the KV accounting after every step and fill freed pages with NaN (slow)."""
+    """Check the KV accounting and the block ids at every step, and fill freed pages with NaN (slow)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,6 +105,11 @@ class EngineConfig(StrictModel):
                 policy_path(name, getattr(self, name))
         if self.prefix_cache == "none" and self.eviction is not None:
             raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
+        if self.attention_interpret and self.attention_implementation in ("auto", "reference", "xla"):
+            raise ValueError(
+                f"attention_interpret has no effect with attention_implementation {self.attention_implementation!r}: "
+                "name a kernel, or leave it unset"
+            )
         buckets = self.token_buckets
         if buckets is not None:
             if not buckets or list(buckets) != sorted(set(buckets)):

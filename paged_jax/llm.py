@@ -20,6 +20,7 @@ from paged_jax.models.decoder import Decoder, stack_layers
 from paged_jax.models.weights import dummy_decoder, load_decoder
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling.params import SamplingParams
+from pallas_kernels.paged_attention import page_backend
 
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
@@ -43,7 +44,9 @@ class EngineFactory:
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
         max_model_len = _max_model_len(config, checkpoint)
         decoder = self._decoder(config, checkpoint, dtype, backend)
-        num_blocks = _num_blocks(config, decoder, kv_dtype, backend)
+        attention = None if config.attention_implementation == "auto" else config.attention_implementation
+        per_block = bytes_per_block(decoder.cache_groups, config.block_size, kv_dtype, page_backend(attention))
+        num_blocks = _num_blocks(config, per_block, backend)
         executor = JaxExecutor(
             decoder,
             num_blocks=num_blocks,
@@ -52,10 +55,9 @@ class EngineFactory:
             max_num_seqs=config.max_num_seqs,
             buckets=make_buckets(config),
             kv_dtype=kv_dtype,
-            attention_implementation=(
-                None if config.attention_implementation == "auto" else config.attention_implementation
-            ),
-            poison_freed_blocks=config.debug,
+            attention_implementation=attention,
+            interpret_attention=config.attention_interpret,
+            debug=config.debug,
         )
         return Engine(
             config,
@@ -105,11 +107,13 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_model_len or trained
 
 
-def _num_blocks(config: EngineConfig, decoder: Decoder, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Usable blocks: as configured, or as many as the budget holds beside each layer's null block."""
+def _num_blocks(config: EngineConfig, per_block: int, backend: str) -> int:
+    """Usable blocks: as configured, or as many as the budget holds beside each layer's null block.
+
+    `per_block` is a block's bytes in the physical page shape.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
-    per_block = bytes_per_block(decoder.cache_groups, config.block_size, kv_dtype, backend)
     if backend == "cpu":
         if config.memory_utilization is not None:
             raise ValueError("memory_utilization has no effect on a CPU: set kv_cache_memory")

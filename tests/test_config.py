@@ -39,7 +39,11 @@ BAD = [
     ({"prefix_cache": 3}, "prefix_cache: input should be a valid string, got 3"),
     ({"dtype": "float64"}, f"dtype: {DTYPES}, got 'float64'"),
     ({"kv_cache_dtype": 8}, f"kv_cache_dtype: {DTYPES}, got 8"),
-    ({"attention_implementation": "xle"}, "input should be 'auto', 'reference' or 'xla', got 'xle'"),
+    (
+        {"attention_implementation": "xle"},
+        "input should be 'auto', 'reference', 'xla', 'mosaic_tpu', 'mosaic_gpu' or 'triton', got 'xle'",
+    ),
+    ({"attention_interpret": True}, "attention_interpret has no effect with attention_implementation 'auto'"),
     ({"token_buckets": 512}, "token_buckets: input should be a list, got 512"),
     ({"token_buckets": [8, "x"]}, "token_buckets.1: input should be a valid integer, got 'x'"),
     ({"token_buckets": [0, 512]}, f"token_buckets.0: {AT_LEAST_ONE}, got 0"),

@@ -104,7 +104,7 @@ def tiny_executor(tiny_decoder: Decoder) -> Callable[[int, bool], JaxExecutor]:
             max_num_seqs=NUM_SLOTS,
             buckets=tuple(Bucket(size, min(size, NUM_SLOTS)) for size in sizes),
             kv_dtype=jnp.dtype("float32"),
-            poison_freed_blocks=debug,
+            debug=debug,
         )
 
     return make

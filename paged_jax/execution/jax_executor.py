@@ -1,66 +1,40 @@
 """Runs plans on a JAX device: one compiled step per bucket, pages and sampling state donated."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from paged_jax.execution.batch import FROM_SLOT, Batch, BatchBuilder
+from paged_jax.execution.batch import Batch, BatchBuilder
 from paged_jax.execution.buckets import Bucket, pick_bucket
 from paged_jax.execution.plan import SchedulerOutput, StepResult
+from paged_jax.execution.step import Model, engine_step, group_page_shape
 from paged_jax.kv_cache.group import CacheGroup
-from paged_jax.models.attention import AttentionBatch, AttentionOptions, GroupBatch
+from paged_jax.models.attention import AttentionOptions
 from paged_jax.models.decoder import Pages
-from paged_jax.sampling.sampler import sample
-from paged_jax.sampling.state import SamplingState, admit, gather, init_sampling_state, record
-from pallas_kernels.kv_pages import allocate_pages, page_shape, scatter_pages
+from paged_jax.sampling.state import init_sampling_state
+from pallas_kernels.kv_pages import allocate_pages, scatter_pages
+from pallas_kernels.paged_attention import page_backend
 
 POISON_CHUNK = 64
 """Blocks that are poisoned at a time, so that poisoning compiles once."""
 
 
-class Model(Protocol):
-    """What the executor asks of a model: an NNX module such as `Decoder`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
-        ...
-
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Which pages it needs."""
-        ...
-
-    def __call__(
-        self, token_ids: Int[Array, "T"], pages: Pages, batch: AttentionBatch, options: AttentionOptions
-    ) -> tuple[Float[Array, "hidden T"], Pages]:
-        """Final hidden states, and the pages with the tokens' keys and values stored."""
-        ...
-
-    def logits(self, hidden: Float[Array, "hidden S"]) -> Float[Array, "S vocab"]:
-        """Scores of the next token."""
-        ...
-
-
 def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: jnp.dtype, backend: str) -> int:
-    """Bytes of one block over all layers of all groups, in the physical page shape."""
+    """Bytes of one block over all layers of all groups, in the physical page shape of a backend."""
     return sum(
-        group.num_layers * int(np.prod(_page_shape(group, block_size, backend))) * jnp.dtype(dtype).itemsize
+        group.num_layers * math.prod(group_page_shape(group, block_size, dtype, backend)) * dtype.itemsize
         for group in groups
     )
-
-
-def _page_shape(group: CacheGroup, block_size: int, backend: str) -> tuple[int, int, int]:
-    return page_shape(backend, block_size=block_size, num_kv_heads=group.num_kv_heads, head_dim=group.head_dim)
 
 
 @dataclass(frozen=True)
@@ -98,19 +72,24 @@ class JaxExecutor:
         buckets: tuple[Bucket, ...],
         kv_dtype: jnp.dtype,
         attention_implementation: str | None = None,
-        poison_freed_blocks: bool = False,
+        interpret_attention: object = False,
+        debug: bool = False,
     ) -> None:
+        """`debug` fills freed blocks with NaN and refuses block ids that are out of range."""
         self.num_blocks = num_blocks
         self.vocab_size = model.vocab_size
         self.num_compilations = 0
         """Steps compiled so far."""
         self.compile_seconds = 0.0
         """Wall time that they took."""
-        self._graph, self._weights = nnx.split(model)
-        self._options = AttentionOptions(1 + num_blocks, attention_implementation)
-        backend = jax.default_backend()
+        graph, self._weights = nnx.split(model)
+        self._options = AttentionOptions(1 + num_blocks, attention_implementation, interpret_attention, debug)
+        self._step = partial(engine_step, graph, self._options)
+        backend = page_backend(attention_implementation)
         self._pages: Pages = tuple(
-            allocate_pages(group.num_layers * (1 + num_blocks), _page_shape(group, block_size, backend), kv_dtype)
+            allocate_pages(
+                group.num_layers * (1 + num_blocks), group_page_shape(group, block_size, kv_dtype, backend), kv_dtype
+            )
             for group in model.cache_groups
         )
         self._sampling = init_sampling_state(max_num_seqs)
@@ -122,7 +101,9 @@ class JaxExecutor:
             num_groups=len(model.cache_groups),
         )
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
-        self._poison = self._compile_poison() if poison_freed_blocks else None
+        if attention_implementation is not None:
+            self._check_attention()
+        self._poison = self._compile_poison() if debug else None
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         """Start the step; the arrays it is made of are on their way when this returns."""
@@ -187,26 +168,10 @@ class JaxExecutor:
         step = jax.jit(self._step, donate_argnums=(1, 2))
         return step.lower(self._weights, self._pages, self._sampling, self._builder.empty(bucket))
 
-    def _step(
-        self, weights: nnx.State, pages: Pages, sampling: SamplingState, batch: Batch
-    ) -> tuple[Pages, SamplingState, Int[Array, "S"]]:
-        """The pure function that is compiled: embed, layers, logits of the rows that need them, sample."""
-        model: Model = nnx.merge(self._graph, weights)
-        sampling = admit(sampling, batch.admitted_slots, batch.admitted_rows)
-        token_ids = jnp.where(batch.token_ids == FROM_SLOT, sampling.last_token[batch.token_slots], batch.token_ids)
-        attention = AttentionBatch(
-            positions=batch.positions,
-            write_offsets=batch.write_offsets,
-            kv_lens=batch.kv_lens,
-            cu_q_lens=batch.cu_q_lens,
-            num_seqs=batch.num_seqs,
-            groups=tuple(GroupBatch(*group) for group in zip(batch.block_tables, batch.write_blocks, strict=True)),
-        )
-        hidden, pages = model(token_ids, pages, attention, self._options)
-        logits = model.logits(hidden[:, batch.logit_rows])
-        rows = gather(sampling, batch.sample_slots)
-        tokens = sample(logits, rows, jnp.zeros_like(batch.sample_positions), batch.sample_positions)
-        return pages, record(sampling, batch.sample_slots, tokens), tokens
+    def _check_attention(self) -> None:
+        """Raise ValueError if the attention that was asked for cannot serve this model's shapes here."""
+        for bucket in {self._buckets[0], self._buckets[-1]}:
+            jax.eval_shape(self._step, self._weights, self._pages, self._sampling, self._builder.empty(bucket))
 
     def _compile_poison(self) -> jax.stages.Compiled:
         def poison(pages: Pages, block_ids: Int[Array, "P"]) -> Pages:

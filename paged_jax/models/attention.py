@@ -42,7 +42,18 @@ class AttentionOptions:
     blocks_per_layer: int
     """Null block included."""
     implementation: str | None = None
-    """Of ragged_paged_attention; None is its default."""
+    """Of ragged_paged_attention; None picks by platform and shapes."""
+    interpret: object = False
+    """Run the kernel that `implementation` names in Pallas' interpreter."""
+    debug: bool = False
+    """Refuse block ids that are out of range."""
+
+    @property
+    def writes(self) -> dict[str, object]:
+        """How pages are written that the implementation reads: by a kernel of ours on a TPU only."""
+        if self.implementation != "mosaic_tpu":
+            return {}
+        return {"implementation": "mosaic_tpu", "interpret": self.interpret}
 
 
 class Attention(nnx.Module):
@@ -86,6 +97,7 @@ class Attention(nnx.Module):
             batch.write_offsets,
             layer=layer,
             blocks_per_layer=options.blocks_per_layer,
+            **options.writes,
         )
         out = ragged_paged_attention(
             q,
@@ -96,7 +108,10 @@ class Attention(nnx.Module):
             batch.num_seqs,
             layer=layer,
             blocks_per_layer=options.blocks_per_layer,
+            num_kv_heads=self.num_kv_heads,
             scale=self.head_dim**-0.5,
             implementation=options.implementation,
+            interpret=options.interpret,
+            debug=options.debug,
         )
         return self.o_proj(out.reshape(out.shape[0], -1).T), kv_pages

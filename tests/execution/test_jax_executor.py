@@ -65,7 +65,7 @@ def make_executor(config: EngineConfig, model: ModelConfig = MODEL, *, scanned: 
 def make_engine(config: EngineConfig, **options) -> Engine:
     return Engine(
         config,
-        make_executor(config, poison_freed_blocks=config.debug, **options),
+        make_executor(config, debug=config.debug, **options),
         clock=VirtualClock(),
         tokenizer=None,
         max_model_len=MODEL.max_position_embeddings,
