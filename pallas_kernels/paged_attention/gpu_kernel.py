@@ -89,16 +89,15 @@ class Span(NamedTuple):
     steps: Any
 
 
-def attend(plan, refs, *outs_and_nothing, **scratch):
+def attend(plan, refs, *outs, **scratch):
     """The kernel: `refs` are the inputs by name, then the outputs, the scratch by name."""
-    outs = outs_and_nothing
     meta = refs["meta"]
     tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
     sequence, first, count, begin, end, first_row, window = (meta[tile, i] for i in range(7))
     key_tile = begin // plan.key_tile
-    total = pl.cdiv(end, plan.key_tile) - key_tile
-    share = pl.cdiv(total, plan.splits)
-    steps = jnp.clip(total - split * share, 0, share)
+    num_key_tiles = pl.cdiv(end, plan.key_tile) - key_tile
+    share = pl.cdiv(num_key_tiles, plan.splits)
+    steps = jnp.clip(num_key_tiles - split * share, 0, share)
     span = Span(
         tile, head, sequence, first, begin, end, first_row, window, key_tile=key_tile + split * share, steps=steps
     )
@@ -112,15 +111,15 @@ def attend(plan, refs, *outs_and_nothing, **scratch):
     @pl.when((steps > 0) & (count > 0) & (thread < NUM_CONSUMERS))
     def _consume():
         plgpu.set_max_registers(240, action="increase")
-        acc, m, l = _consume_tiles(plan, span, refs, scratch, thread)
+        acc, peak, total = _consume_tiles(plan, span, refs, scratch, thread)
 
         @pl.when(thread == 1)
         def _send():
-            _send_to_peer(acc, m, l, scratch)
+            _send_to_peer(acc, peak, total, scratch)
 
         @pl.when(thread == 0)
         def _finish():
-            _finish_tile(plan, span, acc, m, l, outs, scratch)
+            _finish_tile(plan, span, acc, peak, total, outs, scratch)
 
     if plan.splits > 1:
 
@@ -209,12 +208,12 @@ def _consume_tiles(plan, span, refs, scratch, thread):
     slopes = None
     if "slopes" in refs:
         slopes = plgpu.load(refs["slopes"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
-    m, l = _constant((NUM_ROWS,), LOW, BY_ROW), _constant((NUM_ROWS,), 0.0, BY_ROW)
+    peak, total = _constant((NUM_ROWS,), LOW, BY_ROW), _constant((NUM_ROWS,), 0.0, BY_ROW)
     if "sinks" in refs:
         # The sink enters once: into the first part of the first warp group.
         has_sink = (thread == 0) & (lax.axis_index("split") == 0)
         sinks = plgpu.load(refs["sinks"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
-        m, l = jnp.where(has_sink, sinks, m), jnp.where(has_sink, jnp.ones_like(l), l)
+        peak, total = jnp.where(has_sink, sinks, peak), jnp.where(has_sink, jnp.ones_like(total), total)
     acc = tuple(_constant((NUM_ROWS, plan.chunk), 0.0, WIDE) for _ in range(plan.head_dim // plan.chunk))
     plgpu.barrier_wait(scratch["q_full"])
 
@@ -228,7 +227,7 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return carry
 
-    return lax.fori_loop(0, pl.cdiv(span.steps - thread, NUM_CONSUMERS), step, (acc, m, l))
+    return lax.fori_loop(0, pl.cdiv(span.steps - thread, NUM_CONSUMERS), step, (acc, peak, total))
 
 
 def _weigh(plan, products, distance, slopes):
@@ -242,7 +241,7 @@ def _weigh(plan, products, distance, slopes):
 
 def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
     """Take one key tile into the online softmax, with wgmma."""
-    acc, m, l = carry
+    acc, peak, total = carry
     size = plan.key_tile
     p_smem = scratch["p_smem"].at[thread]
     # Slots that no query sees may hold anything, and 0 * NaN is NaN: they become zeros before the products.
@@ -307,10 +306,10 @@ def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         partial = partial | (start <= span.end - 1 - span.window)
     scores = lax.cond(partial, masked, lambda x: x, scores)
 
-    m_new = jnp.maximum(m, scores.max(axis=1))
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(scores - _across(m_new, shape))
-    l = l * alpha + p.sum(axis=1)
+    new_peak = jnp.maximum(peak, scores.max(axis=1))
+    alpha = jnp.exp2(peak - new_peak)
+    p = jnp.exp2(scores - _across(new_peak, shape))
+    total = total * alpha + p.sum(axis=1)
     if plan.quantized:
         v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1], layout=BY_COLUMN, optimized=False)
         p = p * _down(v_scales, shape)
@@ -328,7 +327,7 @@ def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         product = pl.run_scoped(apply, plgpu.ACC(part.shape, jnp.float32))
         return lax.optimization_barrier(part * _across(alpha, part.shape) + product)
 
-    return tuple(accumulate(c, part) for c, part in enumerate(acc)), m_new, l
+    return tuple(accumulate(c, part) for c, part in enumerate(acc)), new_peak, total
 
 
 def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
@@ -342,7 +341,7 @@ def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         return _down(values.astype(jnp.float32), shape)
 
     def fold(key, carry):
-        acc, m, l = carry
+        acc, peak, total = carry
         products = _constant((NUM_ROWS,), 0.0, BY_ROW)
         for c, piece in enumerate(columns):
             queries = plgpu.load(scratch["q_smem"].at[:, piece], layout=WIDE)
@@ -355,22 +354,22 @@ def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         if plan.windowed:
             visible = visible & (distance > -span.window)
         scores = jnp.where(visible, scores, -jnp.inf)
-        m_new = jnp.maximum(m, scores)
-        alpha, p = jnp.exp2(m - m_new), jnp.exp2(scores - m_new)
-        l = l * alpha + p
+        new_peak = jnp.maximum(peak, scores)
+        alpha, p = jnp.exp2(peak - new_peak), jnp.exp2(scores - new_peak)
+        total = total * alpha + p
         if plan.quantized:
             p = p * scratch["scale_smem"][slot, 1, key]
         acc = tuple(part * _across(alpha, shape) + _across(p, shape) * row(key, 1, c) for c, part in enumerate(acc))
-        return acc, m_new, l
+        return acc, new_peak, total
 
     lower = jnp.maximum(span.begin - start, 0)
     upper = jnp.minimum(span.end - start, plan.key_tile)
     return lax.fori_loop(lower, upper, fold, carry)
 
 
-def _send_to_peer(acc, m, l, scratch):
-    scratch["peer_rows"][0] = m
-    scratch["peer_rows"][1] = l
+def _send_to_peer(acc, peak, total, scratch):
+    scratch["peer_rows"][0] = peak
+    scratch["peer_rows"][1] = total
     for c, part in enumerate(acc):
         if c > 0:
             plgpu.barrier_wait(scratch["received"])
@@ -378,14 +377,14 @@ def _send_to_peer(acc, m, l, scratch):
         plgpu.barrier_arrive(scratch["sent"])
 
 
-def _finish_tile(plan, span, acc, m, l, outs, scratch):
+def _finish_tile(plan, span, acc, peak, total, outs, scratch):
     plgpu.barrier_wait(scratch["sent"])
-    peer_m, peer_l = (plgpu.load(scratch["peer_rows"].at[i], layout=BY_ROW, optimized=False) for i in range(2))
-    best = jnp.maximum(m, peer_m)
-    own, peer = jnp.exp2(m - best), jnp.exp2(peer_m - best)
-    l = l * own + peer_l * peer
+    peer_peak, peer_total = (plgpu.load(scratch["peer_rows"].at[i], layout=BY_ROW, optimized=False) for i in range(2))
+    best = jnp.maximum(peak, peer_peak)
+    own, peer = jnp.exp2(peak - best), jnp.exp2(peer_peak - best)
+    total = total * own + peer_total * peer
     if plan.splits == 1:
-        inverse = 1.0 / jnp.where(l > 0, l, jnp.ones_like(l))
+        inverse = 1.0 / jnp.where(total > 0, total, jnp.ones_like(total))
         own, peer = own * inverse, peer * inverse
     split = lax.axis_index("split")
     for c, part in enumerate(acc):
@@ -408,4 +407,4 @@ def _finish_tile(plan, span, acc, m, l, outs, scratch):
     else:
         rows = outs[1].at[split, span.tile, span.head]
         plgpu.store(rows.at[0], best, optimized=False)
-        plgpu.store(rows.at[1], l, optimized=False)
+        plgpu.store(rows.at[1], total, optimized=False)
