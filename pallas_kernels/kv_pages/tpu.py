@@ -1,0 +1,72 @@
+"""Writing keys and values into pages as a Mosaic TPU kernel: one asynchronous copy a token, in place."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+IN_FLIGHT = 16
+"""Copies that are under way at once."""
+MAX_TOKENS = 65536
+"""Of one call: each takes 12 bytes of the scalar memory's 1 MiB."""
+
+
+def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer, interpret):
+    """See `pallas_kernels.kv_pages.api.write_kv_pages`. Padded tokens are not written at all.
+
+    Raises:
+        ValueError: for more than MAX_TOKENS tokens.
+    """
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    rows, lanes = kv_pages.shape[2:]
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(
+            f"{num_tokens} tokens are more than the {MAX_TOKENS} whose slots fit the scalar memory (SMEM) of a TPU: "
+            "write them in several calls"
+        )
+    kv = jnp.stack([keys, values], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+    kv = jnp.pad(kv, ((0, 0), (0, rows - 2 * num_kv_heads), (0, lanes - head_dim))).astype(kv_pages.dtype)
+    first_row = jnp.asarray(layer * blocks_per_layer, jnp.int32)
+    return pl.pallas_call(
+        _kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SMEM((num_tokens,), jnp.int32), pltpu.SemaphoreType.DMA((IN_FLIGHT,))],
+        ),
+        out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        input_output_aliases={4: 0},
+        interpret=interpret,
+        name="write_kv_pages",
+    )(first_row[None], block_ids.astype(jnp.int32), offsets.astype(jnp.int32), kv, kv_pages)
+
+
+def _kernel(first_row, block_ids, offsets, kv, _, pages, real_tokens, done):
+    def count(t, num_real):
+        # the next real token overwrites a padded one
+        real_tokens[num_real] = t
+        return num_real + (block_ids[t] != 0).astype(jnp.int32)
+
+    num_real = lax.fori_loop(0, kv.shape[0], count, jnp.int32(0))
+
+    def copy(i):
+        t = real_tokens[i]
+        target = pages.at[first_row[0] + block_ids[t], offsets[t]]
+        return pltpu.make_async_copy(kv.at[t], target, done.at[lax.rem(i, jnp.int32(IN_FLIGHT))])
+
+    def start(i, _):
+        copy(i).start()
+
+    def wait(i, _):
+        copy(i).wait()
+
+    def wait_and_start(i, _):
+        copy(i - IN_FLIGHT).wait()
+        copy(i).start()
+
+    lax.fori_loop(0, jnp.minimum(num_real, IN_FLIGHT), start, None)
+    lax.fori_loop(IN_FLIGHT, num_real, wait_and_start, None)
+    lax.fori_loop(jnp.maximum(num_real - IN_FLIGHT, 0), num_real, wait, None)
