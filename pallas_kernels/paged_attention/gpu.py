@@ -56,10 +56,13 @@ def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
     repack = wgmma and (not same or unit % 8 != 0)
     dtype = shapes.dtype if wgmma else jnp.dtype(jnp.float32)
     head_dim = shapes.page_head_dim
-    chunk = 128 if head_dim == 128 and wgmma else 64
+    piece = 128 if head_dim % 128 == 0 and wgmma else 64
+    by_columns = head_dim > 192
 
     tile_bytes = key_tile * head_dim
-    fixed = NUM_ROWS * head_dim * dtype.itemsize + NUM_ROWS * (chunk + 2) * 4
+    fixed = NUM_ROWS * head_dim * dtype.itemsize
+    if not by_columns:
+        fixed += NUM_ROWS * (piece + 2) * 4
     if wgmma:
         fixed += NUM_CONSUMERS * NUM_ROWS * key_tile * dtype.itemsize
     if repack:
@@ -81,7 +84,8 @@ def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
         wgmma=wgmma,
         repack=repack,
         quantized=shapes.is_quantized,
-        chunk=chunk,
+        piece=piece,
+        by_columns=by_columns,
         stages=min((SHARED_BYTES - fixed) // stage, MAX_STAGES),
         splits=num_splits(tile_count, shapes.num_kv_heads, shapes.table_width, shapes.block_size, key_tile),
     )
@@ -235,26 +239,26 @@ def _scratch(plan: Plan) -> dict[str, Any]:
         row = 128 // jnp.dtype(dtype).itemsize
         return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
 
-    keys = (plan.key_tile, plan.head_dim)
+    tile = (plan.pieces, plan.key_tile, plan.piece)
     scratch = {
-        "q_smem": swizzled(NUM_ROWS, plan.head_dim),
-        "peer_out": swizzled(NUM_ROWS, plan.chunk, dtype=jnp.float32),
-        "peer_rows": plgpu.SMEM((2, NUM_ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(),
+        "q_smem": swizzled(plan.pieces, NUM_ROWS, plan.piece),
+        "q_full": plgpu.Barrier(num_arrivals=plan.pieces),
         "full": plgpu.Barrier(num_arrivals=plan.arrivals, num_barriers=plan.stages),
-        "consumed": plgpu.Barrier(num_barriers=plan.stages),
-        "sent": plgpu.Barrier(),
-        "received": plgpu.Barrier(),
+        "consumed": plgpu.Barrier(num_arrivals=NUM_CONSUMERS if plan.by_columns else 1, num_barriers=plan.stages),
+        "peers": plgpu.Barrier(num_barriers=NUM_CONSUMERS),
     }
+    if not plan.by_columns:
+        scratch["peer_out"] = swizzled(NUM_ROWS, plan.piece, dtype=jnp.float32)
+        scratch["peer_rows"] = plgpu.SMEM((2, NUM_ROWS), jnp.float32)
     if plan.wgmma:
         scratch["p_smem"] = swizzled(NUM_CONSUMERS, NUM_ROWS, plan.key_tile)
     if plan.reads_raw:
         scratch["raw"] = plgpu.SMEM((plan.stages, plan.key_tile, 2, plan.head_dim), plan.kv_dtype)
     else:
-        scratch["k_smem"] = swizzled(plan.stages, *keys)
-        scratch["v_smem"] = swizzled(plan.stages, *keys)
+        scratch["k_smem"] = swizzled(plan.stages, *tile)
+        scratch["v_smem"] = swizzled(plan.stages, *tile)
     if plan.repack:
-        scratch["packed"] = swizzled(NUM_CONSUMERS, *keys)
+        scratch["packed"] = swizzled(NUM_CONSUMERS, *tile)
     if plan.quantized:
         scratch["scale_smem"] = plgpu.SMEM((plan.stages, 2, plan.key_tile), jnp.float32)
     return scratch

@@ -1,8 +1,10 @@
 """The body of the Mosaic GPU attention kernel: one query tile, one KV head, one part of its keys.
 
 The last warp group is the producer: it looks pages up and has the TMA copy key tiles into a ring of shared memory. The
-others consume every other tile each with an online softmax in base 2 (Milakov and Gimelshein, 2018; Dao, 2023), so that
-the products of one overlap the exponentials of the other; in the end the first takes over what the second has.
+two others are consumers, with an online softmax in base 2 (Milakov and Gimelshein, 2018; Dao, 2023), so that the products
+of one overlap the exponentials of the other. Up to 192 elements a head, they take turns with the tiles, and in the end the
+first takes over what the second has. Wider outputs do not fit into registers: there both see every tile, and each
+accumulates its half of the columns.
 
 Key tiles arrive in units of `unit` tokens, which never straddle a page. Units without a visible key are not copied: the
 producer arrives in their place, so that every tile is the same number of arrivals.
@@ -50,8 +52,10 @@ class Plan(NamedTuple):
     repack: bool
     """Whether tiles go from plain shared memory through registers into the swizzled layout that wgmma reads."""
     quantized: bool
-    chunk: int
-    """Columns of the output that are accumulated at once."""
+    piece: int
+    """Elements of a head that lie together in shared memory and are accumulated at once: 64 or 128."""
+    by_columns: bool
+    """Whether the consumers divide the columns of the output among them instead of the keys."""
     stages: int
     splits: int
     scale: float = 1.0
@@ -69,9 +73,23 @@ class Plan(NamedTuple):
         return self.key_tile // self.unit
 
     @property
+    def pieces(self) -> int:
+        return self.head_dim // self.piece
+
+    @property
+    def own_pieces(self) -> int:
+        """Pieces of the output that one consumer accumulates."""
+        return self.pieces // NUM_CONSUMERS if self.by_columns else self.pieces
+
+    @property
+    def copies(self) -> int:
+        """Copies of one unit."""
+        return 1 if self.reads_raw else 2 * self.pieces
+
+    @property
     def arrivals(self) -> int:
         """Arrivals that make a key tile complete."""
-        return self.units * (1 if self.reads_raw else 2) + self.quantized
+        return self.units * self.copies + self.quantized
 
 
 class Span(NamedTuple):
@@ -113,13 +131,19 @@ def attend(plan, refs, *outs, **scratch):
         plgpu.set_max_registers(240, action="increase")
         acc, peak, total = _consume_tiles(plan, span, refs, scratch, thread)
 
-        @pl.when(thread == 1)
-        def _send():
-            _send_to_peer(acc, peak, total, scratch)
+        if plan.by_columns:
+            _meet(scratch, thread)  # The other one is done with the queries, too.
+            _write(plan, span, acc, peak, total, outs, scratch, thread)
+        else:
 
-        @pl.when(thread == 0)
-        def _finish():
-            _finish_tile(plan, span, acc, peak, total, outs, scratch)
+            @pl.when(thread == 1)
+            def _send():
+                _send_to_peer(acc, peak, total, scratch)
+
+            @pl.when(thread == 0)
+            def _finish():
+                merged = _merge_with_peer(acc, peak, total, scratch)
+                _write(plan, span, *merged, outs, scratch, jnp.int32(0))
 
     if plan.splits > 1:
 
@@ -144,7 +168,10 @@ def _down(columns, shape):
 
 def _produce_tiles(plan, span, refs, scratch):
     pages, full, consumed = refs["pages"], scratch["full"], scratch["consumed"]
-    plgpu.copy_gmem_to_smem(refs["q"].at[span.tile, span.head], scratch["q_smem"], scratch["q_full"])
+    columns = [pl.ds(c * plan.piece, plan.piece) for c in range(plan.pieces)]
+    for c, piece in enumerate(columns):
+        queries = refs["q"].at[span.tile, span.head, :, piece]
+        plgpu.copy_gmem_to_smem(queries, scratch["q_smem"].at[c], scratch["q_full"])
     at_once = math.gcd(plan.units, LOOKUPS)
     groups = plan.units // at_once
 
@@ -163,13 +190,14 @@ def _produce_tiles(plan, span, refs, scratch):
                 both = pages.at[row, tokens, pl.ds(2 * span.head, 2)]
                 plgpu.copy_gmem_to_smem(both, scratch["raw"].at[slot, to], full.at[slot])
             else:
-                k, v = (pages.at[row, tokens, 2 * span.head + i] for i in range(2))
-                plgpu.copy_gmem_to_smem(k, scratch["k_smem"].at[slot, to], full.at[slot])
-                plgpu.copy_gmem_to_smem(v, scratch["v_smem"].at[slot, to], full.at[slot])
+                for kv, smem in enumerate((scratch["k_smem"], scratch["v_smem"])):
+                    for c, piece in enumerate(columns):
+                        own = pages.at[row, tokens, 2 * span.head + kv, piece]
+                        plgpu.copy_gmem_to_smem(own, smem.at[slot, c, to], full.at[slot])
 
         @pl.when(jnp.logical_not(wanted))
         def _skip():
-            for _ in range(1 if plan.reads_raw else 2):
+            for _ in range(plan.copies):
                 plgpu.barrier_arrive(full.at[slot])
 
     def step(i, rows):
@@ -202,7 +230,7 @@ def _produce_tiles(plan, span, refs, scratch):
 
 
 def _consume_tiles(plan, span, refs, scratch, thread):
-    """This warp group's share: output [R, Dp] in chunks, unnormalised, and the maximum and the sum of each row."""
+    """This warp group's share: output [R, Dp] in pieces, unnormalised, and the maximum and the sum of each row."""
     offsets = plgpu.broadcasted_iota(jnp.int32, (NUM_ROWS,), 0, layout=BY_ROW)
     query_pos = span.first + lax.div(offsets, jnp.full_like(offsets, plan.group))
     slopes = None
@@ -210,15 +238,19 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         slopes = plgpu.load(refs["slopes"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
     peak, total = _constant((NUM_ROWS,), LOW, BY_ROW), _constant((NUM_ROWS,), 0.0, BY_ROW)
     if "sinks" in refs:
-        # The sink enters once: into the first part of the first warp group.
-        has_sink = (thread == 0) & (lax.axis_index("split") == 0)
+        # The sink enters once: into the first part, and there into one of two consumers that divide the keys.
+        has_sink = lax.axis_index("split") == 0
+        if not plan.by_columns:
+            has_sink = has_sink & (thread == 0)
         sinks = plgpu.load(refs["sinks"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
+        sinks = jnp.maximum(sinks, jnp.full_like(sinks, LOW))
         peak, total = jnp.where(has_sink, sinks, peak), jnp.where(has_sink, jnp.ones_like(total), total)
-    acc = tuple(_constant((NUM_ROWS, plan.chunk), 0.0, WIDE) for _ in range(plan.head_dim // plan.chunk))
+    acc = tuple(_constant((NUM_ROWS, plan.piece), 0.0, WIDE) for _ in range(plan.own_pieces))
+    stride, offset = (1, 0) if plan.by_columns else (NUM_CONSUMERS, thread)
     plgpu.barrier_wait(scratch["q_full"])
 
     def step(j, carry):
-        i = j * NUM_CONSUMERS + thread
+        i = j * stride + offset
         slot = lax.rem(i, jnp.int32(plan.stages))
         start = (span.key_tile + i) * plan.key_tile
         plgpu.barrier_wait(scratch["full"].at[slot])
@@ -227,7 +259,7 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return carry
 
-    return lax.fori_loop(0, pl.cdiv(span.steps - thread, NUM_CONSUMERS), step, (acc, peak, total))
+    return lax.fori_loop(0, pl.cdiv(span.steps - offset, stride), step, (acc, peak, total))
 
 
 def _weigh(plan, products, distance, slopes):
@@ -251,33 +283,39 @@ def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         pos = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WIDE)
         return jnp.where((pos >= span.begin) & (pos < span.end), values, jnp.zeros_like(values))
 
-    def pieces():
-        return [pl.ds(c * 64, 64) for c in range(plan.head_dim // 64)]
-
-    def unpack(kv):
+    def unpack(kv, pieces):
         packed = scratch["packed"].at[thread]
-        for piece in pieces():
-            values = plgpu.load(scratch["raw"].at[slot, :, kv, piece], layout=WIDE, optimized=False)
-            if plan.quantized:
-                values = values.astype(jnp.float32).astype(plan.dtype)
-            packed[:, piece] = lax.cond(ragged, cleared, lambda x: x, values)
+        for to, c in enumerate(pieces):
+            for half in range(plan.piece // 64):
+                columns = pl.ds(c * plan.piece + half * 64, 64)
+                values = plgpu.load(scratch["raw"].at[slot, :, kv, columns], layout=WIDE, optimized=False)
+                if plan.quantized:
+                    values = values.astype(jnp.float32).astype(plan.dtype)
+                packed[to, :, pl.ds(half * 64, 64)] = lax.cond(ragged, cleared, lambda x: x, values)
         plgpu.commit_smem()
         return packed
 
+    every = range(plan.pieces)
+    own = [_own_piece(plan, thread, c) for c in range(plan.own_pieces)]
     if plan.repack:
-        keys = unpack(0)
+        keys = unpack(0, every)
     else:
         keys, values = scratch["k_smem"].at[slot], scratch["v_smem"].at[slot]
 
         @pl.when(ragged)
         def _clear():
             for smem in (keys, values):
-                for piece in pieces():
-                    smem[:, piece] = cleared(plgpu.load(smem.at[:, piece], layout=WIDE))
+                for c in own:
+                    for half in range(plan.piece // 64):
+                        columns = pl.ds(half * 64, 64)
+                        smem[c, :, columns] = cleared(plgpu.load(smem.at[c, :, columns], layout=WIDE))
             plgpu.commit_smem()
+            if plan.by_columns:
+                _meet(scratch, thread)
 
     def multiply(ref):
-        plgpu.wgmma(ref, scratch["q_smem"], keys.transpose((1, 0)))
+        for c in every:
+            plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
         return ref[...]
 
     products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, size), jnp.float32))
@@ -315,36 +353,37 @@ def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         p = p * _down(v_scales, shape)
     p_smem[...] = p.astype(plan.dtype)
     if plan.repack:
-        values = unpack(1)
+        values = unpack(1, own)
+        own = range(plan.own_pieces)
     else:
         plgpu.commit_smem()
 
     def accumulate(c, part):
         def apply(ref):
-            plgpu.wgmma(ref, p_smem, values.at[:, pl.ds(c * plan.chunk, plan.chunk)])
+            plgpu.wgmma(ref, p_smem, values.at[c])
             return ref[...]
 
         product = pl.run_scoped(apply, plgpu.ACC(part.shape, jnp.float32))
-        return lax.optimization_barrier(part * _across(alpha, part.shape) + product)
+        return part * _across(alpha, part.shape) + product
 
-    return tuple(accumulate(c, part) for c, part in enumerate(acc)), new_peak, total
+    return tuple(accumulate(c, part) for c, part in zip(own, acc, strict=True)), new_peak, total
 
 
 def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
     """The same without wgmma, key by key: exact in float32, and slow."""
     raw = scratch["raw"]
-    columns = [pl.ds(c * plan.chunk, plan.chunk) for c in range(plan.head_dim // plan.chunk)]
-    shape = (NUM_ROWS, plan.chunk)
+    shape = (NUM_ROWS, plan.piece)
 
     def row(key, kv, c):
-        values = plgpu.load(raw.at[slot, key, kv, columns[c]], layout=BY_COLUMN, optimized=False)
+        piece = raw.at[slot, key, kv, pl.ds(c * plan.piece, plan.piece)]
+        values = plgpu.load(piece, layout=BY_COLUMN, optimized=False)
         return _down(values.astype(jnp.float32), shape)
 
     def fold(key, carry):
         acc, peak, total = carry
         products = _constant((NUM_ROWS,), 0.0, BY_ROW)
-        for c, piece in enumerate(columns):
-            queries = plgpu.load(scratch["q_smem"].at[:, piece], layout=WIDE)
+        for c in range(plan.pieces):
+            queries = plgpu.load(scratch["q_smem"].at[c], layout=WIDE)
             products = products + jnp.sum(queries * row(key, 0, c), axis=1)
         if plan.quantized:
             products = products * scratch["scale_smem"][slot, 0, key]
@@ -359,7 +398,10 @@ def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
         total = total * alpha + p
         if plan.quantized:
             p = p * scratch["scale_smem"][slot, 1, key]
-        acc = tuple(part * _across(alpha, shape) + _across(p, shape) * row(key, 1, c) for c, part in enumerate(acc))
+        acc = tuple(
+            part * _across(alpha, shape) + _across(p, shape) * row(key, 1, _own_piece(plan, thread, c))
+            for c, part in enumerate(acc)
+        )
         return acc, new_peak, total
 
     lower = jnp.maximum(span.begin - start, 0)
@@ -367,44 +409,69 @@ def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carr
     return lax.fori_loop(lower, upper, fold, carry)
 
 
+def _own_piece(plan, thread, c):
+    """Which piece of the output is number `c` of this consumer's."""
+    return thread * plan.own_pieces + c if plan.by_columns else c
+
+
+def _meet(scratch, thread):
+    """Wait for the other consumer."""
+    plgpu.barrier_arrive(scratch["peers"].at[thread])
+    plgpu.barrier_wait(scratch["peers"].at[1 - thread])
+
+
 def _send_to_peer(acc, peak, total, scratch):
+    sent, taken = scratch["peers"].at[1], scratch["peers"].at[0]
     scratch["peer_rows"][0] = peak
     scratch["peer_rows"][1] = total
     for c, part in enumerate(acc):
         if c > 0:
-            plgpu.barrier_wait(scratch["received"])
+            plgpu.barrier_wait(taken)
         scratch["peer_out"][...] = part
-        plgpu.barrier_arrive(scratch["sent"])
+        plgpu.barrier_arrive(sent)
 
 
-def _finish_tile(plan, span, acc, peak, total, outs, scratch):
-    plgpu.barrier_wait(scratch["sent"])
-    peer_peak, peer_total = (plgpu.load(scratch["peer_rows"].at[i], layout=BY_ROW, optimized=False) for i in range(2))
-    best = jnp.maximum(peak, peer_peak)
-    own, peer = jnp.exp2(peak - best), jnp.exp2(peer_peak - best)
-    total = total * own + peer_total * peer
-    if plan.splits == 1:
-        inverse = 1.0 / jnp.where(total > 0, total, jnp.ones_like(total))
-        own, peer = own * inverse, peer * inverse
-    split = lax.axis_index("split")
+def _merge_with_peer(acc, peak, total, scratch):
+    sent, taken = scratch["peers"].at[1], scratch["peers"].at[0]
+    merged = []
     for c, part in enumerate(acc):
-        if c > 0:
-            plgpu.barrier_wait(scratch["sent"])
+        plgpu.barrier_wait(sent)
+        if c == 0:
+            peer_peak, peer_total = (
+                plgpu.load(scratch["peer_rows"].at[i], layout=BY_ROW, optimized=False) for i in range(2)
+            )
+            best = jnp.maximum(peak, peer_peak)
+            own, peer = jnp.exp2(peak - best), jnp.exp2(peer_peak - best)
+            total = total * own + peer_total * peer
         theirs = plgpu.load(scratch["peer_out"], layout=WIDE)
-        part = part * _across(own, part.shape) + theirs * _across(peer, part.shape)
-        columns = pl.ds(c * plan.chunk, plan.chunk)
-        if plan.splits == 1:
-            # Both warp groups are done with the queries: their place is free.
-            scratch["q_smem"][:, columns] = part.astype(plan.dtype)
-        else:
-            plgpu.store(outs[0].at[split, span.tile, span.head, :, columns], part, optimized=False)
+        merged.append(part * _across(own, part.shape) + theirs * _across(peer, part.shape))
         if c + 1 < len(acc):
-            plgpu.barrier_arrive(scratch["received"])
+            plgpu.barrier_arrive(taken)
+    return tuple(merged), best, total
+
+
+def _write(plan, span, acc, peak, total, outs, scratch, thread):
+    """Write the columns that this consumer has; both are done with the queries, whose place is free."""
+    split = lax.axis_index("split")
+    inverse = 1.0 / jnp.where(total > 0, total, jnp.ones_like(total))
+    for i, part in enumerate(acc):
+        c = _own_piece(plan, thread, i)
+        if plan.splits == 1:
+            scratch["q_smem"][c] = (part * _across(inverse, part.shape)).astype(plan.dtype)
+        else:
+            columns = pl.ds(c * plan.piece, plan.piece)
+            plgpu.store(outs[0].at[split, span.tile, span.head, :, columns], part, optimized=False)
     if plan.splits == 1:
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(scratch["q_smem"], outs[0].at[span.tile, span.head])
+        for i in range(len(acc)):
+            c = _own_piece(plan, thread, i)
+            columns = pl.ds(c * plan.piece, plan.piece)
+            plgpu.copy_smem_to_gmem(scratch["q_smem"].at[c], outs[0].at[span.tile, span.head, :, columns])
         plgpu.wait_smem_to_gmem(0)
     else:
-        rows = outs[1].at[split, span.tile, span.head]
-        plgpu.store(rows.at[0], best, optimized=False)
-        plgpu.store(rows.at[1], total, optimized=False)
+
+        @pl.when(thread == 0)
+        def _rows():
+            rows = outs[1].at[split, span.tile, span.head]
+            plgpu.store(rows.at[0], peak, optimized=False)
+            plgpu.store(rows.at[1], total, optimized=False)
