@@ -16,15 +16,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention.query_tiles import head_rows, make_query_tiles, sequence_scales, take_tokens
-from pallas_kernels.paged_attention.shapes import AttentionShapes
+from pallas_kernels.paged_attention.shapes import AttentionShapes, attention_shapes
+from pallas_kernels.paged_attention.tiles import DEFAULT_TILES
 
-DECODE_ROWS, MIXED_ROWS, KEY_TILE = 16, 64, 64
-"""Rows (tokens times the group) of a query tile, and keys of a key tile, where `tiles` is None. 16 rows are the fewest
-that a matrix instruction takes."""
-
+_DECODE_ROWS, _MIXED_ROWS = 16, 64
+"""The most rows (tokens times the group) of a query tile where `tiles` is None. 16 are the fewest that a matrix
+instruction takes."""
+_QUERY_BYTES, _KEY_BYTES = 32 * 1024, 16 * 1024
+"""Of those tiles. Two stages of keys and values and one of queries fill 96 KiB, what a block has on Ampere and Ada."""
+_MAX_TILE_BYTES = 32 * 1024
+"""Of a tile that is asked for: the largest at which Hopper's and an A100's shared memory hold them all."""
 _MAX_ROWS, _MAX_KEY_TILE, _MAX_HEAD_DIM = 128, 128, 256
-_MAX_ELEMENTS = 64 * 256
-"""Of a tile of queries, keys or values: with more, registers spill or shared memory does not hold it."""
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _ONE_BYTE = (jnp.int8, jnp.float8_e4m3fn)
@@ -32,31 +34,34 @@ _ONE_BYTE = (jnp.int8, jnp.float8_e4m3fn)
 
 def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | None:
     """Why this kernel cannot serve a call of these shapes: one sentence with the limit and the remedy, or None."""
-    tokens, key_tile = _tiles(shapes, tiles)
-    num_rows, width = _num_rows(shapes, tokens), _power_of_two(shapes.head_dim)
     if shapes.dtype not in _FLOATS:
-        return f"the triton kernel takes queries in float32, bfloat16 or float16, not {shapes.dtype}"
+        return f"the triton kernel takes queries in float32, bfloat16 or float16, not {shapes.dtype}: use 'xla'"
     if shapes.kv_dtype not in _FLOATS + _ONE_BYTE:
-        known = "float32, bfloat16, float16, int8 or float8_e4m3fn"
-        return f"the triton kernel reads pages in {known}, not {shapes.kv_dtype}"
-    if shapes.head_dim > _MAX_HEAD_DIM:
         return (
-            f"the triton kernel serves head_dim up to {_MAX_HEAD_DIM}, not {shapes.head_dim}: use implementation 'xla'"
+            "the triton kernel reads pages in float32, bfloat16, float16, int8 or float8_e4m3fn, not "
+            f"{shapes.kv_dtype}: use 'xla'"
         )
+    if shapes.head_dim > _MAX_HEAD_DIM:
+        return f"the triton kernel serves head_dim up to {_MAX_HEAD_DIM}, not {shapes.head_dim}: use 'xla'"
+    if shapes.group > _MAX_ROWS:
+        return f"the triton kernel serves up to {_MAX_ROWS} query heads per KV head, not {shapes.group}: use 'xla'"
+    tokens, key_tile = _tiles(shapes, tiles)
     if tokens < 1 or not 16 <= key_tile <= _MAX_KEY_TILE or key_tile & (key_tile - 1):
         return (
-            f"the triton kernel wants a power of two from 16 to {_MAX_KEY_TILE} as the key tile and at least 1 query "
-            f"token: tiles={(tokens, key_tile)} is not"
+            f"the triton kernel wants tiles of at least 1 query token and of 16, 32, 64 or {_MAX_KEY_TILE} keys, not "
+            f"{(tokens, key_tile)}: change them or leave tiles unset"
         )
+    num_rows = _num_rows(shapes, tokens)
     if num_rows > _MAX_ROWS:
         return (
-            f"a query tile of the triton kernel holds {_MAX_ROWS} rows, and {tokens} tokens of {shapes.group} heads "
-            f"need {num_rows}: take fewer query tokens in tiles, or implementation 'xla' for a group over {_MAX_ROWS}"
+            f"a query tile of the triton kernel has up to {_MAX_ROWS} rows, and {tokens} tokens of {shapes.group} "
+            f"heads need {num_rows}: take fewer query tokens, or leave tiles unset"
         )
-    if max(num_rows, key_tile) * width > _MAX_ELEMENTS:
+    row_bytes = _width(shapes) * _compute_type(shapes.dtype, shapes.kv_dtype).itemsize
+    if max(num_rows, key_tile) * row_bytes > _MAX_TILE_BYTES:
         return (
-            f"tiles of {num_rows} rows and {key_tile} keys of {width} elements exceed the {_MAX_ELEMENTS} elements a "
-            "tile of the triton kernel may have: take smaller tiles"
+            f"a tile of the triton kernel has up to {_MAX_TILE_BYTES} bytes, and the larger one of {num_rows} rows of "
+            f"queries and {key_tile} keys has {max(num_rows, key_tile) * row_bytes}: take smaller tiles or use 'xla'"
         )
     return None
 
@@ -83,21 +88,9 @@ def ragged_paged_attention(
 ):
     """See `pallas_kernels.paged_attention.api.ragged_paged_attention`."""
     _check_pool(kv_pages)
-    shapes = AttentionShapes(
-        num_tokens=q.shape[0],
-        num_heads=q.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_dim=q.shape[2],
-        dtype=jnp.dtype(q.dtype),
-        num_sequences=block_tables.shape[0],
-        table_width=block_tables.shape[1],
-        block_size=kv_pages.shape[1],
-        page_rows=kv_pages.shape[2],
-        page_head_dim=kv_pages.shape[3],
-        kv_dtype=jnp.dtype(kv_pages.dtype),
-    )
+    shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     tokens_per_tile, key_tile = _tiles(shapes, tiles)
-    num_rows, width = _num_rows(shapes, tokens_per_tile), max(16, _power_of_two(shapes.head_dim))
+    num_rows, width = _num_rows(shapes, tokens_per_tile), _width(shapes)
     queries = make_query_tiles(
         q,
         kv_lens,
@@ -173,9 +166,7 @@ def _kernel(*refs, names, group, head_dim, key_tile, scale, soft_cap):
         inputs[name][tile] for name in ("sequences", "first_positions", "key_begins", "key_ends")
     )
     queries = inputs["q"][...]
-    compute_type = queries.dtype
-    if pages_ref.dtype.itemsize > 1 and pages_ref.dtype != compute_type:
-        compute_type = jnp.dtype(jnp.float32)
+    compute_type = _compute_type(queries.dtype, pages_ref.dtype)
     queries = queries.astype(compute_type)
     positions = first_position + lax.div(jnp.arange(num_rows, dtype=jnp.int32), jnp.int32(group))
     lanes = jnp.arange(width, dtype=jnp.int32)
@@ -252,13 +243,24 @@ def _tiles(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> tuple[int,
     """Query tokens and keys of a tile."""
     if tiles is not None:
         return tiles
+    row_bytes = _width(shapes) * _compute_type(shapes.dtype, shapes.kv_dtype).itemsize
     only_decodes = shapes.num_tokens <= shapes.num_sequences
-    key_tile = KEY_TILE if shapes.dtype != jnp.float32 else KEY_TILE // 2
-    return max(1, (DECODE_ROWS if only_decodes else MIXED_ROWS) // shapes.group), key_tile
+    rows = min(_DECODE_ROWS if only_decodes else _MIXED_ROWS, _QUERY_BYTES // row_bytes)
+    return max(1, rows // shapes.group), min(DEFAULT_TILES["triton"][1], _KEY_BYTES // row_bytes)
 
 
 def _num_rows(shapes: AttentionShapes, tokens_per_tile: int) -> int:
     return max(16, _power_of_two(tokens_per_tile * shapes.group))
+
+
+def _width(shapes: AttentionShapes) -> int:
+    """Elements of a row on the chip: what is past head_dim is not read, and zero."""
+    return max(16, _power_of_two(shapes.head_dim))
+
+
+def _compute_type(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """Of the products' operands: the queries', which holds any one-byte type, or float32 if the pages differ."""
+    return jnp.dtype(dtype if kv_dtype.itemsize == 1 or kv_dtype == dtype else jnp.float32)
 
 
 def _power_of_two(size: int) -> int:
@@ -274,8 +276,8 @@ def _check_pool(kv_pages: jax.Array) -> None:
     """
     if kv_pages.dtype.itemsize == 1 and 2**31 < math.prod(kv_pages.shape) <= 2**32:
         raise ValueError(
-            f"the triton kernel cannot address {kv_pages.dtype} pages of more than 2 GiB and up to 4 GiB, and these are "
-            f"{math.prod(kv_pages.shape) / 2**30:.1f} GiB: give the cache fewer blocks, or more than 4 GiB of them"
+            f"the triton kernel cannot address {kv_pages.dtype} pages of 2 to 4 GiB, and these are "
+            f"{math.prod(kv_pages.shape) / 2**30:.1f} GiB: take num_blocks outside of that range, or use 'xla'"
         )
 
 
