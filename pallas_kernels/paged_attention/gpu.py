@@ -1,10 +1,10 @@
 """Ragged paged attention as a Pallas Mosaic GPU kernel (Hopper, sm_90a): TMA page copies and wgmma.
 
-This module decides how a call is laid out (`plan_call`), which calls are refused, launches the kernel of
-`gpu_kernel.py`, and merges the parts when the keys are split (flash-decoding, Dao et al., 2023).
+`gpu_plan.py` decides how a call is laid out and which calls are refused; `gpu_kernel.py` is the kernel's skeleton with
+the copies and the merge of its two consumers, `gpu_fold.py` what a consumer does with a key tile. This module launches
+it and merges the parts when the keys are split (flash-decoding, Dao et al., 2023).
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,123 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_kernel import NUM_CONSUMERS, NUM_ROWS, Plan, attend
-from pallas_kernels.paged_attention.query_tiles import (
-    head_rows,
-    make_query_tiles,
-    num_query_tiles,
-    sequence_scales,
-    take_tokens,
-)
+from pallas_kernels.paged_attention.gpu_kernel import attend
+from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_ROWS, Plan, plan_call, refusal
+from pallas_kernels.paged_attention.query_tiles import head_rows, make_query_tiles, sequence_scales, take_tokens
 from pallas_kernels.paged_attention.shapes import AttentionShapes
 
-KEY_TILE = 64
-"""Keys of a tile unless the caller says otherwise: wgmma's K."""
-FLOAT32_KEY_TILE = 32
-"""The same where wgmma is not used: float32 keys of 256 elements leave room for two such tiles."""
-SHARED_BYTES = 226 * 1024
-"""Shared memory of a block on Hopper (227 KiB), less the barriers and the compiler's own scratch."""
-MAX_STAGES = 8
-NUM_SMS = 132
-"""Of an H100 or H200; only decides how often keys are split."""
-MIN_TILES_PER_SPLIT = 8
-MAX_HEAD_DIM = 256
-COMPUTE_TYPES = tuple(jnp.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
-PAGE_TYPES = (*COMPUTE_TYPES, *(jnp.dtype(t) for t in (jnp.int8, jnp.float8_e4m3fn)))
-
-
-def num_splits(num_tiles: int, num_kv_heads: int, table_width: int, block_size: int, key_tile: int) -> int:
-    """Into how many parts the keys of each tile are split, so that few and long sequences fill the device too."""
-    cells = num_tiles * num_kv_heads
-    if cells >= NUM_SMS:
-        return 1
-    key_tiles = table_width * block_size // key_tile
-    return max(1, min(2 * NUM_SMS // cells, key_tiles // MIN_TILES_PER_SPLIT))
-
-
-def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
-    """How a call of these shapes runs; `stages` < 1 if its key tiles do not fit into shared memory."""
-    same = shapes.kv_dtype == shapes.dtype
-    wgmma = shapes.dtype.itemsize == 2 and (same or shapes.is_quantized)
-    query_tokens = NUM_ROWS // shapes.group
-    query_tokens, key_tile = tiles or (query_tokens, KEY_TILE if wgmma else FLOAT32_KEY_TILE)
-    unit = math.gcd(shapes.block_size, key_tile)
-    repack = wgmma and (not same or unit % 8 != 0)
-    dtype = shapes.dtype if wgmma else jnp.dtype(jnp.float32)
-    head_dim = shapes.page_head_dim
-    piece = 128 if head_dim % 128 == 0 and wgmma else 64
-    by_columns = head_dim > 192
-
-    tile_bytes = key_tile * head_dim
-    fixed = NUM_ROWS * head_dim * dtype.itemsize
-    if not by_columns:
-        fixed += NUM_ROWS * (piece + 2) * 4
-    if wgmma:
-        fixed += NUM_CONSUMERS * NUM_ROWS * key_tile * dtype.itemsize
-    if repack:
-        fixed += NUM_CONSUMERS * tile_bytes * dtype.itemsize
-    stage = 2 * tile_bytes * shapes.kv_dtype.itemsize + 8 * key_tile * shapes.is_quantized
-    tile_count = num_query_tiles(shapes.num_tokens, shapes.num_sequences, query_tokens)
-    return Plan(
-        num_tiles=tile_count,
-        num_kv_heads=shapes.num_kv_heads,
-        group=shapes.group,
-        query_tokens=query_tokens,
-        head_dim=head_dim,
-        dtype=dtype,
-        kv_dtype=shapes.kv_dtype,
-        key_tile=key_tile,
-        unit=unit,
-        block_size=shapes.block_size,
-        table_width=shapes.table_width,
-        wgmma=wgmma,
-        repack=repack,
-        quantized=shapes.is_quantized,
-        piece=piece,
-        by_columns=by_columns,
-        stages=min((SHARED_BYTES - fixed) // stage, MAX_STAGES),
-        splits=num_splits(tile_count, shapes.num_kv_heads, shapes.table_width, shapes.block_size, key_tile),
-    )
-
-
-def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | None:
-    """Why this kernel cannot serve a call of these shapes: one sentence with the limit and the remedy, or None."""
-    if shapes.dtype not in COMPUTE_TYPES:
-        return f"the GPU kernel takes bfloat16, float16 and float32 queries, not {shapes.dtype}: cast them"
-    if shapes.kv_dtype not in PAGE_TYPES:
-        names = ", ".join(str(t) for t in PAGE_TYPES)
-        return f"the GPU kernel reads pages of {names}, not {shapes.kv_dtype}: convert the pages"
-    if shapes.group > NUM_ROWS:
-        return (
-            f"the GPU kernel serves at most {NUM_ROWS} query heads for each KV head, not {shapes.group}: "
-            "use another implementation"
-        )
-    if shapes.page_head_dim % 64:
-        return (
-            f"the GPU kernel needs page rows of a multiple of 64 elements, not {shapes.page_head_dim}: "
-            'allocate the pages with page_shape("gpu", ...)'
-        )
-    if shapes.page_head_dim > MAX_HEAD_DIM:
-        return (
-            f"the GPU kernel keeps at most {MAX_HEAD_DIM} elements of a head in registers, not "
-            f"{shapes.page_head_dim}: use another implementation"
-        )
-    if tiles is not None:
-        query_tokens, key_tile = tiles
-        if not 1 <= query_tokens <= NUM_ROWS // shapes.group:
-            return (
-                f"a query tile of the GPU kernel has {NUM_ROWS} rows: with {shapes.group} query heads for each KV head "
-                f"tiles take 1 to {NUM_ROWS // shapes.group} query tokens, not {query_tokens}"
-            )
-        if key_tile not in (64, 128):
-            return f"key tiles of the GPU kernel have 64 or 128 tokens, not {key_tile}: choose one of the two"
-    plan = plan_call(shapes, tiles)
-    if plan.stages < 1:
-        return (
-            f"key tiles of {plan.key_tile} tokens of {shapes.page_head_dim} {shapes.kv_dtype} elements do not fit into "
-            "shared memory: choose tiles with fewer keys"
-        )
-    return None
+__all__ = ["ragged_paged_attention", "refusal"]
 
 
 def ragged_paged_attention(

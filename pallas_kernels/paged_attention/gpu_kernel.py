@@ -1,10 +1,10 @@
 """The body of the Mosaic GPU attention kernel: one query tile, one KV head, one part of its keys.
 
-The last warp group is the producer: it looks pages up and has the TMA copy key tiles into a ring of shared memory. The
-two others are consumers, with an online softmax in base 2 (Milakov and Gimelshein, 2018; Dao, 2023), so that the products
-of one overlap the exponentials of the other. Up to 192 elements a head, they take turns with the tiles, and in the end the
-first takes over what the second has. Wider outputs do not fit into registers: there both see every tile, and each
-accumulates its half of the columns.
+The last warp group is the producer: it looks pages up and has the TMA copy key tiles into a ring of shared memory. Two
+others are consumers, with an online softmax in base 2 (Milakov and Gimelshein, 2018; Dao, 2023), so that the products
+of one overlap the exponentials of the other. Up to 192 elements a head, they take turns with the tiles, and in the end
+the first takes over what the second has. Wider outputs do not fit into registers: there both see every tile, and each
+accumulates half of the columns.
 
 Key tiles arrive in units of `unit` tokens, which never straddle a page. Units without a visible key are not copied: the
 producer arrives in their place, so that every tile is the same number of arrivals.
@@ -18,78 +18,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NUM_ROWS = 64
-"""Rows of a query tile: wgmma's M."""
-NUM_CONSUMERS = 2
-LOOKUPS = 16
+from pallas_kernels.paged_attention.gpu_fold import (
+    BY_ROW,
+    LOG2_E,
+    WIDE,
+    across,
+    constant,
+    fold_keys,
+    fold_tile,
+    meet,
+    own_piece,
+)
+from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_ROWS
+
+LOOKUPS = 8
 """Table entries that the producer has on the way at once."""
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 LOW = -1e30
 """The running maximum before the first key: finite, so that a masked score (-inf) is always farther away."""
-LOG2_E = math.log2(math.e)
-WIDE = plgpu.Layout.WGMMA
-BY_ROW = WIDE.reduce(1)
-BY_COLUMN = WIDE.reduce(0)
-
-
-class Plan(NamedTuple):
-    """What is static about a launch."""
-
-    num_tiles: int
-    num_kv_heads: int
-    group: int
-    query_tokens: int
-    head_dim: int
-    """Of the pages: a multiple of 64."""
-    dtype: Any
-    """Of the products' operands."""
-    kv_dtype: Any
-    key_tile: int
-    unit: int
-    """Tokens of one copy: divides the page and the key tile."""
-    block_size: int
-    table_width: int
-    wgmma: bool
-    repack: bool
-    """Whether tiles go from plain shared memory through registers into the swizzled layout that wgmma reads."""
-    quantized: bool
-    piece: int
-    """Elements of a head that lie together in shared memory and are accumulated at once: 64 or 128."""
-    by_columns: bool
-    """Whether the consumers divide the columns of the output among them instead of the keys."""
-    stages: int
-    splits: int
-    scale: float = 1.0
-    soft_cap: float | None = None
-    windowed: bool = False
-
-    @property
-    def reads_raw(self) -> bool:
-        """Whether the ring holds tokens as the pages have them, K and V side by side."""
-        return self.repack or not self.wgmma
-
-    @property
-    def units(self) -> int:
-        """Copies of K (or of K and V together) in a key tile."""
-        return self.key_tile // self.unit
-
-    @property
-    def pieces(self) -> int:
-        return self.head_dim // self.piece
-
-    @property
-    def own_pieces(self) -> int:
-        """Pieces of the output that one consumer accumulates."""
-        return self.pieces // NUM_CONSUMERS if self.by_columns else self.pieces
-
-    @property
-    def copies(self) -> int:
-        """Copies of one unit."""
-        return 1 if self.reads_raw else 2 * self.pieces
-
-    @property
-    def arrivals(self) -> int:
-        """Arrivals that make a key tile complete."""
-        return self.units * self.copies + self.quantized
 
 
 class Span(NamedTuple):
@@ -123,16 +70,16 @@ def attend(plan, refs, *outs, **scratch):
 
     @pl.when((steps > 0) & (count > 0) & (thread == NUM_CONSUMERS))
     def _produce():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         _produce_tiles(plan, span, refs, scratch)
 
     @pl.when((steps > 0) & (count > 0) & (thread < NUM_CONSUMERS))
     def _consume():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         acc, peak, total = _consume_tiles(plan, span, refs, scratch, thread)
 
         if plan.by_columns:
-            _meet(scratch, thread)  # The other one is done with the queries, too.
+            meet(scratch, thread)  # The other one is done with the queries, too.
             _write(plan, span, acc, peak, total, outs, scratch, thread)
         else:
 
@@ -150,20 +97,8 @@ def attend(plan, refs, *outs, **scratch):
         @pl.when((steps == 0) & (count > 0) & (thread == 0))
         def _nothing_seen():
             rows = outs[1].at[split, tile, head]
-            plgpu.store(rows.at[0], _constant((NUM_ROWS,), LOW, BY_ROW), optimized=False)
-            plgpu.store(rows.at[1], _constant((NUM_ROWS,), 0.0, BY_ROW), optimized=False)
-
-
-def _constant(shape, value, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _across(rows, shape):
-    return lax.broadcast_in_dim(rows, shape, (0,))
-
-
-def _down(columns, shape):
-    return lax.broadcast_in_dim(columns, shape, (1,))
+            plgpu.store(rows.at[0], constant((NUM_ROWS,), LOW, BY_ROW), optimized=False)
+            plgpu.store(rows.at[1], constant((NUM_ROWS,), 0.0, BY_ROW), optimized=False)
 
 
 def _produce_tiles(plan, span, refs, scratch):
@@ -236,7 +171,7 @@ def _consume_tiles(plan, span, refs, scratch, thread):
     slopes = None
     if "slopes" in refs:
         slopes = plgpu.load(refs["slopes"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
-    peak, total = _constant((NUM_ROWS,), LOW, BY_ROW), _constant((NUM_ROWS,), 0.0, BY_ROW)
+    peak, total = constant((NUM_ROWS,), LOW, BY_ROW), constant((NUM_ROWS,), 0.0, BY_ROW)
     if "sinks" in refs:
         # The sink enters once: into the first part, and there into one of two consumers that divide the keys.
         has_sink = lax.axis_index("split") == 0
@@ -245,7 +180,7 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         sinks = plgpu.load(refs["sinks"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
         sinks = jnp.maximum(sinks, jnp.full_like(sinks, LOW))
         peak, total = jnp.where(has_sink, sinks, peak), jnp.where(has_sink, jnp.ones_like(total), total)
-    acc = tuple(_constant((NUM_ROWS, plan.piece), 0.0, WIDE) for _ in range(plan.own_pieces))
+    acc = tuple(constant((NUM_ROWS, plan.piece), 0.0, WIDE) for _ in range(plan.own_pieces))
     stride, offset = (1, 0) if plan.by_columns else (NUM_CONSUMERS, thread)
     plgpu.barrier_wait(scratch["q_full"])
 
@@ -254,170 +189,12 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         slot = lax.rem(i, jnp.int32(plan.stages))
         start = (span.key_tile + i) * plan.key_tile
         plgpu.barrier_wait(scratch["full"].at[slot])
-        fold = _fold_tile if plan.wgmma else _fold_keys
+        fold = fold_tile if plan.wgmma else fold_keys
         carry = fold(plan, span, scratch, thread, slot, start, query_pos, slopes, carry)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return carry
 
     return lax.fori_loop(0, pl.cdiv(span.steps - offset, stride), step, (acc, peak, total))
-
-
-def _weigh(plan, products, distance, slopes):
-    """Scores in base 2 from products q.k; `distance` is key position - query position."""
-    if plan.soft_cap is None:
-        scores = products * (plan.scale * LOG2_E)
-    else:
-        scores = jnp.tanh(products * (plan.scale / plan.soft_cap)) * (plan.soft_cap * LOG2_E)
-    return scores if slopes is None else scores + slopes * distance.astype(jnp.float32)
-
-
-def _fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
-    """Take one key tile into the online softmax, with wgmma."""
-    acc, peak, total = carry
-    size = plan.key_tile
-    p_smem = scratch["p_smem"].at[thread]
-    # Slots that no query sees may hold anything, and 0 * NaN is NaN: they become zeros before the products.
-    ragged = (start < span.begin) | (start + size > span.end)
-
-    def cleared(values):
-        pos = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WIDE)
-        return jnp.where((pos >= span.begin) & (pos < span.end), values, jnp.zeros_like(values))
-
-    def unpack(kv, pieces):
-        packed = scratch["packed"].at[thread]
-        for to, c in enumerate(pieces):
-            for half in range(plan.piece // 64):
-                columns = pl.ds(c * plan.piece + half * 64, 64)
-                values = plgpu.load(scratch["raw"].at[slot, :, kv, columns], layout=WIDE, optimized=False)
-                if plan.quantized:
-                    values = values.astype(jnp.float32).astype(plan.dtype)
-                packed[to, :, pl.ds(half * 64, 64)] = lax.cond(ragged, cleared, lambda x: x, values)
-        plgpu.commit_smem()
-        return packed
-
-    every = range(plan.pieces)
-    own = [_own_piece(plan, thread, c) for c in range(plan.own_pieces)]
-    if plan.repack:
-        keys = unpack(0, every)
-    else:
-        keys, values = scratch["k_smem"].at[slot], scratch["v_smem"].at[slot]
-
-        @pl.when(ragged)
-        def _clear():
-            for smem in (keys, values):
-                for c in own:
-                    for half in range(plan.piece // 64):
-                        columns = pl.ds(half * 64, 64)
-                        smem[c, :, columns] = cleared(plgpu.load(smem.at[c, :, columns], layout=WIDE))
-            plgpu.commit_smem()
-            if plan.by_columns:
-                _meet(scratch, thread)
-
-    def multiply(ref):
-        for c in every:
-            plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
-        return ref[...]
-
-    products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, size), jnp.float32))
-    shape = products.shape
-    if plan.quantized:
-        k_scales = plgpu.load(scratch["scale_smem"].at[slot, 0], layout=BY_COLUMN, optimized=False)
-        products = products * _down(k_scales, shape)
-
-    def distances():
-        return start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WIDE) - _across(query_pos, shape)
-
-    if slopes is None:
-        scores = _weigh(plan, products, None, None)
-    else:
-        scores = _weigh(plan, products, distances(), _across(slopes, shape))
-
-    def masked(scores):
-        distance = distances()
-        visible = distance <= 0
-        if plan.windowed:
-            visible = visible & (distance > -span.window)
-        return jnp.where(visible, scores, -jnp.inf)
-
-    partial = start + size > span.first + 1
-    if plan.windowed:
-        partial = partial | (start <= span.end - 1 - span.window)
-    scores = lax.cond(partial, masked, lambda x: x, scores)
-
-    new_peak = jnp.maximum(peak, scores.max(axis=1))
-    alpha = jnp.exp2(peak - new_peak)
-    p = jnp.exp2(scores - _across(new_peak, shape))
-    total = total * alpha + p.sum(axis=1)
-    if plan.quantized:
-        v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1], layout=BY_COLUMN, optimized=False)
-        p = p * _down(v_scales, shape)
-    p_smem[...] = p.astype(plan.dtype)
-    if plan.repack:
-        values = unpack(1, own)
-        own = range(plan.own_pieces)
-    else:
-        plgpu.commit_smem()
-
-    def accumulate(c, part):
-        def apply(ref):
-            plgpu.wgmma(ref, p_smem, values.at[c])
-            return ref[...]
-
-        product = pl.run_scoped(apply, plgpu.ACC(part.shape, jnp.float32))
-        return part * _across(alpha, part.shape) + product
-
-    return tuple(accumulate(c, part) for c, part in zip(own, acc, strict=True)), new_peak, total
-
-
-def _fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
-    """The same without wgmma, key by key: exact in float32, and slow."""
-    raw = scratch["raw"]
-    shape = (NUM_ROWS, plan.piece)
-
-    def row(key, kv, c):
-        piece = raw.at[slot, key, kv, pl.ds(c * plan.piece, plan.piece)]
-        values = plgpu.load(piece, layout=BY_COLUMN, optimized=False)
-        return _down(values.astype(jnp.float32), shape)
-
-    def fold(key, carry):
-        acc, peak, total = carry
-        products = _constant((NUM_ROWS,), 0.0, BY_ROW)
-        for c in range(plan.pieces):
-            queries = plgpu.load(scratch["q_smem"].at[c], layout=WIDE)
-            products = products + jnp.sum(queries * row(key, 0, c), axis=1)
-        if plan.quantized:
-            products = products * scratch["scale_smem"][slot, 0, key]
-        distance = start + key - query_pos
-        scores = _weigh(plan, products, distance, slopes)
-        visible = distance <= 0
-        if plan.windowed:
-            visible = visible & (distance > -span.window)
-        scores = jnp.where(visible, scores, -jnp.inf)
-        new_peak = jnp.maximum(peak, scores)
-        alpha, p = jnp.exp2(peak - new_peak), jnp.exp2(scores - new_peak)
-        total = total * alpha + p
-        if plan.quantized:
-            p = p * scratch["scale_smem"][slot, 1, key]
-        acc = tuple(
-            part * _across(alpha, shape) + _across(p, shape) * row(key, 1, _own_piece(plan, thread, c))
-            for c, part in enumerate(acc)
-        )
-        return acc, new_peak, total
-
-    lower = jnp.maximum(span.begin - start, 0)
-    upper = jnp.minimum(span.end - start, plan.key_tile)
-    return lax.fori_loop(lower, upper, fold, carry)
-
-
-def _own_piece(plan, thread, c):
-    """Which piece of the output is number `c` of this consumer's."""
-    return thread * plan.own_pieces + c if plan.by_columns else c
-
-
-def _meet(scratch, thread):
-    """Wait for the other consumer."""
-    plgpu.barrier_arrive(scratch["peers"].at[thread])
-    plgpu.barrier_wait(scratch["peers"].at[1 - thread])
 
 
 def _send_to_peer(acc, peak, total, scratch):
@@ -444,7 +221,7 @@ def _merge_with_peer(acc, peak, total, scratch):
             own, peer = jnp.exp2(peak - best), jnp.exp2(peer_peak - best)
             total = total * own + peer_total * peer
         theirs = plgpu.load(scratch["peer_out"], layout=WIDE)
-        merged.append(part * _across(own, part.shape) + theirs * _across(peer, part.shape))
+        merged.append(part * across(own, part.shape) + theirs * across(peer, part.shape))
         if c + 1 < len(acc):
             plgpu.barrier_arrive(taken)
     return tuple(merged), best, total
@@ -455,16 +232,16 @@ def _write(plan, span, acc, peak, total, outs, scratch, thread):
     split = lax.axis_index("split")
     inverse = 1.0 / jnp.where(total > 0, total, jnp.ones_like(total))
     for i, part in enumerate(acc):
-        c = _own_piece(plan, thread, i)
+        c = own_piece(plan, thread, i)
         if plan.splits == 1:
-            scratch["q_smem"][c] = (part * _across(inverse, part.shape)).astype(plan.dtype)
+            scratch["q_smem"][c] = (part * across(inverse, part.shape)).astype(plan.dtype)
         else:
             columns = pl.ds(c * plan.piece, plan.piece)
             plgpu.store(outs[0].at[split, span.tile, span.head, :, columns], part, optimized=False)
     if plan.splits == 1:
         plgpu.commit_smem()
         for i in range(len(acc)):
-            c = _own_piece(plan, thread, i)
+            c = own_piece(plan, thread, i)
             columns = pl.ds(c * plan.piece, plan.piece)
             plgpu.copy_smem_to_gmem(scratch["q_smem"].at[c], outs[0].at[span.tile, span.head, :, columns])
         plgpu.wait_smem_to_gmem(0)
