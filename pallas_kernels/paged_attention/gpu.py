@@ -132,7 +132,7 @@ def _scratch(plan: Plan) -> dict[str, Any]:
     scratch = {
         "q_smem": swizzled(plan.pieces, NUM_ROWS, plan.piece),
         "q_full": plgpu.Barrier(num_arrivals=plan.pieces),
-        "full": plgpu.Barrier(num_arrivals=plan.arrivals, num_barriers=plan.stages),
+        "full": plgpu.Barrier(num_arrivals=plan.arrivals, num_barriers=plan.barriers),
         "consumed": plgpu.Barrier(num_arrivals=NUM_CONSUMERS if plan.by_columns else 1, num_barriers=plan.stages),
         "peers": plgpu.Barrier(num_barriers=NUM_CONSUMERS),
     }

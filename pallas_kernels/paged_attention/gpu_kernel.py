@@ -33,8 +33,8 @@ from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_ROWS
 
 LOOKUPS = 8
 """Table entries that the producer has on the way at once."""
-PRODUCER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+PRODUCER_REGISTERS = 56
+CONSUMER_REGISTERS = 224
 LOW = -1e30
 """The running maximum before the first key: finite, so that a masked score (-inf) is always farther away."""
 
@@ -101,8 +101,13 @@ def attend(plan, refs, *outs, **scratch):
             plgpu.store(rows.at[1], constant((NUM_ROWS,), 0.0, BY_ROW), optimized=False)
 
 
+def _slot(plan, i, scratch):
+    """Where key tile number `i` is in the ring, and the barrier of its arrival."""
+    return lax.rem(i, jnp.int32(plan.stages)), scratch["full"].at[lax.rem(i, jnp.int32(plan.barriers))]
+
+
 def _produce_tiles(plan, span, refs, scratch):
-    pages, full, consumed = refs["pages"], scratch["full"], scratch["consumed"]
+    pages, consumed = refs["pages"], scratch["consumed"]
     columns = [pl.ds(c * plan.piece, plan.piece) for c in range(plan.pieces)]
     for c, piece in enumerate(columns):
         queries = refs["q"].at[span.tile, span.head, :, piece]
@@ -114,7 +119,7 @@ def _produce_tiles(plan, span, refs, scratch):
         blocks = [jnp.minimum((token + j * plan.unit) // plan.block_size, plan.table_width - 1) for j in range(at_once)]
         return tuple(span.first_row + refs["tables"][span.sequence, block] for block in blocks)
 
-    def copy_unit(row, token, slot, offset):
+    def copy_unit(row, token, slot, barrier, offset):
         tokens = pl.ds(lax.rem(token, jnp.int32(plan.block_size)), plan.unit)
         to = pl.ds(offset, plan.unit)
         wanted = (token < span.end) & (token + plan.unit > span.begin)
@@ -123,20 +128,20 @@ def _produce_tiles(plan, span, refs, scratch):
         def _copy():
             if plan.reads_raw:
                 both = pages.at[row, tokens, pl.ds(2 * span.head, 2)]
-                plgpu.copy_gmem_to_smem(both, scratch["raw"].at[slot, to], full.at[slot])
+                plgpu.copy_gmem_to_smem(both, scratch["raw"].at[slot, to], barrier)
             else:
                 for kv, smem in enumerate((scratch["k_smem"], scratch["v_smem"])):
                     for c, piece in enumerate(columns):
                         own = pages.at[row, tokens, 2 * span.head + kv, piece]
-                        plgpu.copy_gmem_to_smem(own, smem.at[slot, c, to], full.at[slot])
+                        plgpu.copy_gmem_to_smem(own, smem.at[slot, c, to], barrier)
 
         @pl.when(jnp.logical_not(wanted))
         def _skip():
             for _ in range(plan.copies):
-                plgpu.barrier_arrive(full.at[slot])
+                plgpu.barrier_arrive(barrier)
 
     def step(i, rows):
-        slot = lax.rem(i, jnp.int32(plan.stages))
+        slot, barrier = _slot(plan, i, scratch)
         start = (span.key_tile + i) * plan.key_tile
         # The next tile's pages are looked up while this one waits for its slot.
         next_rows = look_up(start + plan.key_tile)
@@ -147,9 +152,9 @@ def _produce_tiles(plan, span, refs, scratch):
 
         if plan.quantized:
             scales = refs["scales"].at[span.sequence, :, span.head, pl.ds(start, plan.key_tile)]
-            plgpu.copy_gmem_to_smem(scales, scratch["scale_smem"].at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(scales, scratch["scale_smem"].at[slot], barrier)
         for j in range(at_once):
-            copy_unit(rows[j], start + j * plan.unit, slot, j * plan.unit)
+            copy_unit(rows[j], start + j * plan.unit, slot, barrier, j * plan.unit)
         if groups > 1:
 
             @pl.loop(1, groups)
@@ -157,7 +162,7 @@ def _produce_tiles(plan, span, refs, scratch):
                 offset = g * at_once * plan.unit
                 later = look_up(start + offset)
                 for j in range(at_once):
-                    copy_unit(later[j], start + offset + j * plan.unit, slot, offset + j * plan.unit)
+                    copy_unit(later[j], start + offset + j * plan.unit, slot, barrier, offset + j * plan.unit)
 
         return next_rows
 
@@ -186,9 +191,9 @@ def _consume_tiles(plan, span, refs, scratch, thread):
 
     def step(j, carry):
         i = j * stride + offset
-        slot = lax.rem(i, jnp.int32(plan.stages))
+        slot, barrier = _slot(plan, i, scratch)
         start = (span.key_tile + i) * plan.key_tile
-        plgpu.barrier_wait(scratch["full"].at[slot])
+        plgpu.barrier_wait(barrier)
         fold = fold_tile if plan.wgmma else fold_keys
         carry = fold(plan, span, scratch, thread, slot, start, query_pos, slopes, carry)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])

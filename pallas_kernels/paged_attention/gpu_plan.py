@@ -84,6 +84,11 @@ class Plan(NamedTuple):
         return 1 if self.reads_raw else 2 * self.pieces
 
     @property
+    def barriers(self) -> int:
+        """Barriers of the ring: who waits for one must wait each time, so consumers that take turns share none."""
+        return self.stages if self.by_columns else self.stages * NUM_CONSUMERS
+
+    @property
     def arrivals(self) -> int:
         """Arrivals that make a key tile complete."""
         return self.units * self.copies + self.quantized
