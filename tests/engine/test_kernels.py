@@ -1,0 +1,88 @@
+"""Whole generations through the kernels, in Pallas' interpreters: the same tokens as through the specification."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from paged_jax.llm import LLM
+from paged_jax.outputs import RequestOutput
+from paged_jax.sampling.params import SamplingParams
+from pallas_kernels.paged_attention.pick import KERNELS
+
+RANDOM_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+NEW_TOKENS = 7
+
+
+def engine(model: str, implementation: str, **settings: object) -> LLM:
+    """Chunks of at most 8 tokens, and a pool of 40 slots for three requests that need 54."""
+    return LLM(
+        model,
+        attention_implementation=implementation,
+        attention_interpret=implementation in KERNELS,
+        block_size=4,
+        num_blocks=10,
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        token_buckets=(8,),
+        max_model_len=32,
+        **settings,
+    )
+
+
+def generate(llm: LLM) -> list[list[RequestOutput]]:
+    """Twice the same prompts, two of which begin alike: the second time their blocks are in the prefix cache."""
+    vocab = 64
+    first = [(7 * i + 3) % vocab for i in range(13)]
+    prompts = [first, [*first[:8], 5, 9, 2], [(11 * i + 1) % vocab for i in range(10)]]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [llm.generate(inputs, params, use_tqdm=False) for _ in range(2)]
+
+
+def tokens(rounds: list[list[RequestOutput]]) -> list[list[list[int]]]:
+    return [[output.outputs[0].token_ids for output in outputs] for outputs in rounds]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("random")
+    (folder / "config.json").write_text(json.dumps(RANDOM_MODEL))
+    return str(folder)
+
+
+@cache
+def expected(model: str, load_format: str) -> list[list[list[int]]]:
+    rounds = generate(engine(model, "reference", load_format=load_format))
+    everyone = [output.metrics for outputs in rounds for output in outputs]
+    assert sum(metrics.num_preemptions for metrics in everyone) > 0, "nobody is preempted: this tests too little"
+    assert sum(metrics.num_cached_tokens for metrics in everyone) > 0, "no prefix is found: this tests too little"
+    return tokens(rounds)
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
+def test_a_random_model_with_grouped_queries(random_model, implementation):
+    llm = engine(random_model, implementation, load_format="dummy", debug=implementation != "mosaic_gpu")
+    assert tokens(generate(llm)) == expected(random_model, "dummy")
+
+
+@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
+def test_a_real_model(shared, implementation):
+    model = str(shared / "reference" / "stories260K")
+    assert tokens(generate(engine(model, implementation))) == expected(model, "auto")
