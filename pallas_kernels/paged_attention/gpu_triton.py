@@ -91,6 +91,7 @@ def ragged_paged_attention(
     shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     tokens_per_tile, key_tile = _tiles(shapes, tiles)
     num_rows, width = _num_rows(shapes, tokens_per_tile), _width(shapes)
+    tile_bytes = num_rows * width * _compute_type(shapes.dtype, shapes.kv_dtype).itemsize
     queries = make_query_tiles(
         q,
         kv_lens,
@@ -147,7 +148,7 @@ def ragged_paged_attention(
         in_specs=[blocked.get(name, pl.BlockSpec()) for name in inputs],
         out_specs=tile_spec,
         out_shape=jax.ShapeDtypeStruct(queries.q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if num_rows * width > 64 * 64 else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=8 if tile_bytes > 8 * 1024 else 4, num_stages=2),
         interpret=interpret,
         name="ragged_paged_attention_triton",
     )(*inputs.values())
@@ -243,10 +244,13 @@ def _tiles(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> tuple[int,
     """Query tokens and keys of a tile."""
     if tiles is not None:
         return tiles
-    row_bytes = _width(shapes) * _compute_type(shapes.dtype, shapes.kv_dtype).itemsize
+    itemsize = _compute_type(shapes.dtype, shapes.kv_dtype).itemsize
+    row_bytes = _width(shapes) * itemsize
     only_decodes = shapes.num_tokens <= shapes.num_sequences
     rows = min(_DECODE_ROWS if only_decodes else _MIXED_ROWS, _QUERY_BYTES // row_bytes)
-    return max(1, rows // shapes.group), min(DEFAULT_TILES["triton"][1], _KEY_BYTES // row_bytes)
+    # float32 goes without matrix instructions, whose unrolled products spill registers at 64 keys
+    key_tile = DEFAULT_TILES["triton"][1] * 2 // itemsize
+    return max(1, rows // shapes.group), min(key_tile, _KEY_BYTES // row_bytes)
 
 
 def _num_rows(shapes: AttentionShapes, tokens_per_tile: int) -> int:
