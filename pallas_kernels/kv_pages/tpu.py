@@ -1,10 +1,17 @@
-"""Writing keys and values into pages as a Mosaic TPU kernel: one asynchronous copy a token, in place."""
+"""Writing keys and values into pages as a Mosaic TPU kernel: one asynchronous copy a token, in place.
+
+The other operations are XLA's: compiled for TPUs, they need no temporary as large as the pages either.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv_pages.xla import copy_pages, gather_pages, scatter_pages, write_kv_scales
+
+__all__ = ["copy_pages", "gather_pages", "scatter_pages", "write_kv_pages", "write_kv_scales"]
 
 IN_FLIGHT = 16
 """Copies that are under way at once."""

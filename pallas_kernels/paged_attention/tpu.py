@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.shapes import AttentionShapes, attention_sha
 from pallas_kernels.paged_attention.tiles import DEFAULT_TILES
 from pallas_kernels.paged_attention.tpu_kernel import LANES, LOWEST, attention_kernel
 
+PAGE_TYPES = (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn)
 MATRIX_ROWS = 128
 """Rows of queries that fill the matrix unit."""
 VMEM_BUDGET = 32 * 2**20
@@ -69,7 +70,7 @@ def _plan(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> _Plan:
 
 
 def _plan_of_tiles(shapes: AttentionShapes, query_tokens: int, key_tokens: int) -> _Plan:
-    # float16 is none of the matrix unit's types
+    # queries of float16, a type that the chip does not have, become float32 outside the kernel
     both_bfloat16 = shapes.dtype == jnp.bfloat16 and (shapes.is_quantized or shapes.kv_dtype == jnp.bfloat16)
     compute_dtype = jnp.dtype(jnp.bfloat16 if both_bfloat16 else jnp.float32)
     sublanes = 16 if both_bfloat16 else 8
@@ -122,6 +123,11 @@ def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | Non
         return (
             f"its pages have {wanted[1]} rows of {wanted[2]} elements a token where these have {shapes.page_rows} of "
             f"{shapes.page_head_dim}: allocate them with the shape that page_shape('tpu', ...) returns"
+        )
+    if shapes.kv_dtype not in PAGE_TYPES:
+        return (
+            f"pages of {shapes.kv_dtype} are none that a TPU's vector unit loads: "
+            f"use pages of {', '.join(str(jnp.dtype(t)) for t in PAGE_TYPES)}"
         )
     plan = _plan(shapes, tiles)
     smem = _smem_bytes(shapes, plan)
