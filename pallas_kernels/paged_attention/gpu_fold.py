@@ -62,22 +62,25 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
         pos = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WIDE)
         return jnp.where((pos >= span.begin) & (pos < span.end), values, jnp.zeros_like(values))
 
-    def unpack(kv, pieces):
+    def unpack(kv, first, count):
         packed = scratch["packed"].at[thread]
-        for to, c in enumerate(pieces):
-            for half in range(plan.piece // 64):
-                columns = pl.ds(c * plan.piece + half * 64, 64)
-                values = plgpu.load(scratch["raw"].at[slot, :, kv, columns], layout=WIDE, optimized=False)
-                if plan.quantized:
-                    values = values.astype(jnp.float32).astype(plan.dtype)
-                packed[to, :, pl.ds(half * 64, 64)] = lax.cond(ragged, cleared, lambda x: x, values)
+
+        # A loop and not unrolled: addresses of all pieces at once would not fit into registers.
+        @pl.loop(0, count)
+        def _piece(c):
+            columns = pl.ds((first + c) * plan.piece, plan.piece)
+            values = plgpu.load(scratch["raw"].at[slot, :, kv, columns], layout=WIDE, optimized=False)
+            if plan.quantized:
+                values = values.astype(jnp.float32).astype(plan.dtype)
+            packed[c] = lax.cond(ragged, cleared, lambda x: x, values)
+
         plgpu.commit_smem()
         return packed
 
     every = range(plan.pieces)
     own = [own_piece(plan, thread, c) for c in range(plan.own_pieces)]
     if plan.repack:
-        keys = unpack(0, every)
+        keys = unpack(0, 0, plan.pieces)
     else:
         keys, values = scratch["k_smem"].at[slot], scratch["v_smem"].at[slot]
 
@@ -132,7 +135,7 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
         p = p * down(v_scales, shape)
     p_smem[...] = p.astype(plan.dtype)
     if plan.repack:
-        values = unpack(1, own)
+        values = unpack(1, own[0], plan.own_pieces)
         own = range(plan.own_pieces)
     else:
         plgpu.commit_smem()

@@ -184,7 +184,7 @@ def _consume_tiles(plan, span, refs, scratch, thread):
             has_sink = has_sink & (thread == 0)
         sinks = plgpu.load(refs["sinks"].at[span.head], layout=BY_ROW, optimized=False) * LOG2_E
         sinks = jnp.maximum(sinks, jnp.full_like(sinks, LOW))
-        peak, total = jnp.where(has_sink, sinks, peak), jnp.where(has_sink, jnp.ones_like(total), total)
+        peak, total = lax.cond(has_sink, lambda: (sinks, jnp.ones_like(total)), lambda: (peak, total))
     acc = tuple(constant((NUM_ROWS, plan.piece), 0.0, WIDE) for _ in range(plan.own_pieces))
     stride, offset = (1, 0) if plan.by_columns else (NUM_CONSUMERS, thread)
     plgpu.barrier_wait(scratch["q_full"])

@@ -113,7 +113,7 @@ def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
     repack = wgmma and (not same or unit % 8 != 0)
     dtype = shapes.dtype if wgmma else jnp.dtype(jnp.float32)
     head_dim = shapes.page_head_dim
-    piece = 128 if head_dim % 128 == 0 and wgmma else 64
+    piece = 128 if head_dim % 128 == 0 and wgmma and not repack else 64
     by_columns = head_dim > 192
 
     tile_bytes = key_tile * head_dim

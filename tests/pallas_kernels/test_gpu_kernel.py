@@ -3,6 +3,12 @@
 The interpreter simulates the TMA, barriers and warp groups, and takes seconds for each new shape: few and small ones.
 """
 
+import os
+
+# Each simulated warp group that waits blocks a thread of XLA's pool: on a machine of two cores the kernel would stand
+# still for want of a third one. XLA takes this number for the cores it has when it is first used.
+os.environ.setdefault("NPROC", "16")
+
 import itertools
 import math
 from dataclasses import dataclass, replace
