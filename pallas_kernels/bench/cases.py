@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kv_pages import allocate_pages, page_shape
-from pallas_kernels.paged_attention import attention_shapes, page_backend, pick_implementation
+from pallas_kernels.paged_attention import AttentionShapes, page_backend, pick_implementation
 
 type Tiles = tuple[int, int]
 
@@ -138,13 +138,20 @@ def kernel_of(point: Point, settings: Settings) -> str:
     """The implementation that serves a point, "contiguous" resolved; ValueError with the reason if it cannot."""
     name = None if point.implementation == "contiguous" else point.implementation
     size = point.page_size or CONTIGUOUS_PAGE
-    shape = jax.ShapeDtypeStruct
     num_heads, num_kv_heads, head_dim = settings.heads
-    shapes = attention_shapes(
-        shape((point.batch, num_heads, head_dim), jnp.dtype(settings.dtype)),
-        shape((1, *_page_shape(name, size, settings)), jnp.dtype(settings.kv_dtype)),
-        shape((point.batch, -(-point.context // size)), jnp.int32),
-        num_kv_heads,
+    _, page_rows, page_head_dim = _page_shape(name, size, settings)
+    shapes = AttentionShapes(
+        num_tokens=point.batch,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=jnp.dtype(settings.dtype),
+        num_sequences=point.batch,
+        table_width=-(-point.context // size),
+        block_size=size,
+        page_rows=page_rows,
+        page_head_dim=page_head_dim,
+        kv_dtype=jnp.dtype(settings.kv_dtype),
     )
     return pick_implementation(shapes, implementation=name, tiles=point.tiles).name
 
