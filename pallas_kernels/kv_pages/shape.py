@@ -1,8 +1,14 @@
 """The physical shape of a page, by backend: whoever allocates or counts pages uses it."""
 
+from __future__ import annotations
+
+import contextlib
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+
+with contextlib.suppress(ImportError):  # a bare machine has only jax and numpy: annotations are not looked at there
+    from jaxtyping import Array, Shaped
 
 
 def page_shape(
@@ -43,6 +49,6 @@ def allocate_pages(
     shape: tuple[int, int, int],
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding | None = None,
-) -> Float[Array, "N B KV D"]:
+) -> Shaped[Array, "N B KV D"]:
     """Zeroed pages: `num_rows` is layers times (1 + num_blocks), the null block of each layer included."""
     return jnp.zeros((num_rows, *shape), dtype, device=sharding)
