@@ -224,6 +224,8 @@ class Fetch:
         print(fetch(self.name))
 
 
+BENCH_KERNELS = "bench-kernels"
+"""Not one of COMMANDS: what follows it goes to `pallas_kernels.bench`, which also runs without this package."""
 COMMANDS: dict[str, type[Command]] = {"generate": Generate, "run": Run, "models": Models, "fetch": Fetch}
 
 
@@ -272,10 +274,14 @@ def _dispatch(arguments: list[str]) -> None:
         print(PROGRAM, __version__)
         return
     name, *rest = arguments
+    if name == BENCH_KERNELS:
+        from pallas_kernels.bench.__main__ import main as bench_kernels
+
+        sys.exit(bench_kernels(rest, f"{PROGRAM} {BENCH_KERNELS}"))
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
-        hint = _did_you_mean(name, [*COMMANDS, "--help", "--version", "--debug"])
-        raise UsageError(f"unknown {kind} {name!r}{hint or f'; commands: {", ".join(COMMANDS)}'}")
+        hint = _did_you_mean(name, [*COMMANDS, BENCH_KERNELS, "--help", "--version", "--debug"])
+        raise UsageError(f"unknown {kind} {name!r}{hint or f'; commands: {", ".join([*COMMANDS, BENCH_KERNELS])}'}")
     _parse(name, leading + rest)()
 
 
@@ -341,7 +347,7 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
 def _help() -> str:
     """What `paged-jax --help` prints."""
     summaries = "\n".join(
-        f"  {name:10}{inspect.cleandoc(command.__doc__ or '').partition('\n')[0]}" for name, command in COMMANDS.items()
+        f"  {name:15}{inspect.cleandoc(command.__doc__ or '').partition('\n')[0]}" for name, command in COMMANDS.items()
     )
     return f"""usage: {PROGRAM} COMMAND ...
 
@@ -349,6 +355,7 @@ PagedAttention and continuous batching in JAX: run ablations of an LLM serving e
 
 commands:
 {summaries}
+  {BENCH_KERNELS:15}Time the attention kernels against what else there is.
 
 options:
   --help    Show this, or `{PROGRAM} COMMAND --help` a command's flags, defaults and examples

@@ -78,7 +78,7 @@ GENERATE = ["generate", "--prompt", "a"]
 
 USAGE_ERRORS = [
     (["genrate"], "unknown command 'genrate'; did you mean 'generate'?"),
-    (["xyz"], "unknown command 'xyz'; commands: generate, run, models, fetch"),
+    (["xyz"], "unknown command 'xyz'; commands: generate, run, models, fetch, bench-kernels"),
     (["--hlp"], "unknown flag '--hlp'; did you mean '--help'?"),
     (["generate"], "paged-jax generate needs --prompt: see `paged-jax generate --help`"),
     (["generate", "--prompt"], "--prompt needs a value (one that begins with a dash is written --prompt=-x)"),
@@ -146,6 +146,16 @@ def test_help_of_the_program_names_every_command(paged_jax: Program) -> None:
     for name in COMMANDS:
         assert re.search(rf"^  {name} +\S.*\.$", ended.out, re.MULTILINE)
     assert max(map(len, ended.out.splitlines())) <= 110
+
+
+def test_bench_kernels_is_the_command_of_the_kernels_package(paged_jax: Program) -> None:
+    assert re.search(r"^  bench-kernels +\S.*\.$", paged_jax("--help").out, re.MULTILINE)
+    ended = paged_jax("bench-kernels", "--help")
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.startswith("usage: paged-jax bench-kernels [-h] [--implementations A,B]")
+    assert "\n  paged-jax bench-kernels --quick" in ended.out
+    assert paged_jax("bench-kernels", "--batch", "0").status == 2
+    assert "paged-jax bench-kernels: error: " in paged_jax("bench-kernels", "--figure", "nowhere").err
 
 
 def test_no_command_is_a_usage_error_with_the_help(paged_jax: Program) -> None:

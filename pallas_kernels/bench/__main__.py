@@ -28,38 +28,44 @@ Trials of all implementations are interleaved in a seeded random order, copies o
 
   mosaic_gpu, mosaic_tpu, triton, xla   implementations of pallas_kernels.paged_attention
   contiguous   the platform's default one of these over a cache as if it were not paged: pages of 512 tokens, the
-               largest there are, a sequence's pages one after the other in memory and in order
+               largest there are (or one page of the whole context), lying one after the other and in order
   torch        torch's scaled_dot_product_attention over contiguous keys and values (GPU, if torch is installed)
   jax          JAX's own paged attention (GPU, decode only) or ragged paged attention (TPU)
 
 There is no --interpret: timing an interpreter tells nothing, so a kernel that cannot run here is refused."""
-_EPILOG = f"""\
+_EPILOG = """\
 examples:
-  {PROGRAM}                                   a complete run: under 8 minutes on one GPU
-  {PROGRAM} --quick                           tiny shapes, to see that it works: under a minute anywhere
-  {PROGRAM} --batch 64 --context 4096 --page-sizes 1,16,128 --implementations mosaic_gpu,contiguous
-  {PROGRAM} --tiles default,16x32,16x128      query x key tokens of a compute tile
-  {PROGRAM} --figure results/bench            draw the figure of a run, from its trials.jsonl alone
+  PROGRAM                                   a complete run: under 8 minutes on one GPU
+  PROGRAM --quick                           tiny shapes, to see that it works: under a minute anywhere
+  PROGRAM --batch 64 --context 4096 --page-sizes 1,16,128 --implementations mosaic_gpu,contiguous
+  PROGRAM --tiles default,16x32,16x128      query x key tokens of a compute tile
+  PROGRAM --figure results/bench            draw the figure of a run, from its trials.jsonl alone
 
 A run writes config.yaml, environment.json, trials.jsonl, summary.csv, .md and .tex, and figures/ to --output-dir.
 The tables go to standard output, progress to standard error."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with these arguments, by default those of the process; returns the exit status."""
-    options = _parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    """Run the benchmark with these arguments, by default those of the process; returns the exit status.
+
+    `program` is how it was called.
+    """
+    options = _parser(program).parse_args(arguments)
     try:
         if options.figure is not None:
-            return _figure(Path(options.figure))
-        return _run(options)
+            return _figure(Path(options.figure), program)
+        return _run(options, program)
     except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return STATUS_USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program,
+        description=_DESCRIPTION,
+        epilog=_EPILOG.replace("PROGRAM", program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--implementations", type=_names, metavar="A,B", help="what to time; default: all that the platform has")
@@ -80,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, program: str) -> int:
     directory = Path(options.output_dir)
     if (directory / "trials.jsonl").exists() and not options.fresh:
         raise ValueError(f"{directory} holds an earlier run: discard it with --fresh or name another --output-dir")
@@ -117,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
     progress = Progress(num_checks(cells) + len(cells))
     cells, problem = check_all(cells, settings, progress)
     if problem is not None:
-        print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
+        print(f"{program}: error: {problem}", file=sys.stderr)
         return STATUS_WRONG
     time_all(cells, settings, progress, directory / "trials.jsonl")
     summaries = report.summarise(report.read_trials(directory))
@@ -130,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     for sentence in report.best_tiles(summaries):
         print(f"tiles: {sentence}")
     print("the defaults are in pallas_kernels/paged_attention/tiles.py")
-    return _figure(directory)
+    return _figure(directory, program)
 
 
 def _settings(options: argparse.Namespace, platform: str) -> "Settings":
@@ -140,7 +146,7 @@ def _settings(options: argparse.Namespace, platform: str) -> "Settings":
     small = options.quick or platform == "cpu"
     dtype = options.dtype or ("float32" if platform == "cpu" else "bfloat16")
     if options.quick:
-        batch, context, pages, heads = (2,), (64,), (4, 16), (4, 2, 64)
+        batch, context, pages, heads = (2,), (64,), (16,), (4, 2, 64)
     elif small:
         batch, context, pages, heads = (1, 8), (128, 512), (16, 128), (9, 3, 64)
     else:
@@ -162,7 +168,7 @@ def _settings(options: argparse.Namespace, platform: str) -> "Settings":
     )
 
 
-def _figure(directory: Path) -> int:
+def _figure(directory: Path, program: str) -> int:
     from pallas_kernels.bench.report import read_trials, summarise
     from pallas_kernels.bench.roofline import draw
 
@@ -170,7 +176,7 @@ def _figure(directory: Path) -> int:
     try:
         written = draw(summaries, directory / "figures")
     except ModuleNotFoundError:
-        print(f"no figure: matplotlib is not installed; where it is, `{PROGRAM} --figure {directory}` draws it")
+        print(f"no figure: matplotlib is not installed; where it is, `{program} --figure {directory}` draws it")
         return 0
     print(f"figure: {written[0]} and .pdf")
     return 0

@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import AttentionShapes, page_backend, pick_i
 type Tiles = tuple[int, int]
 
 CONTIGUOUS_PAGE = 512
-"""Tokens of a page of the contiguous cache: the largest page that the kernels promise."""
+"""Tokens of a page of the contiguous cache, or the context if that is less: the largest page that kernels promise."""
 FOREIGN = ("torch", "jax")
 """Not ours: torch's SDPA over contiguous keys and values, and JAX's own paged attention."""
 PLATFORM_DEFAULTS = {
@@ -93,7 +93,7 @@ def points(settings: Settings) -> list[Point]:
     for batch, context, name in itertools.product(settings.batch, settings.context, settings.implementations):
         point = Point(name, batch, context, None)
         if name == "contiguous":
-            found.append(replace(point, page_size=CONTIGUOUS_PAGE))
+            found.append(replace(point, page_size=min(CONTIGUOUS_PAGE, context)))
         elif name == "torch":
             found.append(point)
         elif name == "jax":

@@ -34,11 +34,9 @@ def draw(summaries: Sequence[Summary], directory: Path) -> list[Path]:
         share.set_xscale("log", base=2)
         share.set_xlabel("bytes of a call (MB)")
         share.set_ylabel("share of the copy bandwidth (%)")
-        kinds = list(dict.fromkeys((s.setting["implementation"], s.setting["page_size"]) for s in attention))
+        kinds = list(dict.fromkeys(map(_kind, attention)))
         for i, kind in enumerate(kinds):
-            own = [s for s in attention if (s.setting["implementation"], s.setting["page_size"]) == kind]
-            own.sort(key=lambda s: s.bytes)
-            name, page = kind
+            own = sorted((s for s in attention if _kind(s) == kind), key=lambda s: s.bytes)
             style = {
                 "color": _COLOURS[i % len(_COLOURS)],
                 "marker": _MARKERS[i % len(_MARKERS)],
@@ -46,12 +44,17 @@ def draw(summaries: Sequence[Summary], directory: Path) -> list[Path]:
                 "markerfacecolor": "white" if i >= len(_COLOURS) else _COLOURS[i % len(_COLOURS)],
             }
             roof.plot([s.flops / s.bytes for s in own], [s.flops_per_s / 1e9 for s in own], linestyle="", **style)
-            label = f"{name}, page {page}" if page else name
             heights = [100 * s.bytes_per_s / copy for s in own]
-            share.plot([s.bytes / 1e6 for s in own], heights, label=label, linewidth=1, **style)
+            share.plot([s.bytes / 1e6 for s in own], heights, label=kind, linewidth=1, **style)
         share.set_ylim(bottom=0)
         share.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
         written = [directory / f"roofline{suffix}" for suffix in (".png", ".pdf")]
         for path in written:
             figure.savefig(path, dpi=200)
     return written
+
+
+def _kind(summary: Summary) -> str:
+    """What gets a marker and a line of its own."""
+    name, page = summary.setting["implementation"], summary.setting["page_size"]
+    return name if page is None or name == "contiguous" else f"{name}, page {page}"

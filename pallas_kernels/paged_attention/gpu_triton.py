@@ -1,4 +1,4 @@
-"""Ragged paged attention as a Pallas Triton kernel, for GPUs older than Hopper: decode and mixed batches, no tuning.
+"""Ragged paged attention as a Pallas Triton kernel, for GPUs from Ampere on that are not Hopper: thin, without tuning.
 
 One program holds a tile of queries and one KV head. It walks the keys that the tile sees in tiles of their own, gathers
 each token's row through the block table (so that any page size serves), and folds it in with online softmax (Milakov

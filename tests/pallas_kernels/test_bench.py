@@ -138,7 +138,7 @@ def test_the_grid_tries_tiles_at_its_largest_point_only():
     tried = {(p.batch, p.context) for p in cells if p.tiles is not None}
     assert tried == {(3, 32)}
     assert len([p for p in cells if p.implementation == "contiguous"]) == 4
-    assert all(p.page_size == 512 for p in cells if p.implementation == "contiguous")
+    assert all(p.page_size == p.context for p in cells if p.implementation == "contiguous")
     assert not any(refusal(p, SETTINGS) for p in cells)
 
 
