@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_kernel import attend
-from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_ROWS, Plan, plan_call, refusal
+from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_KEYS, NUM_ROWS, Plan, plan_call, refusal
 from pallas_kernels.paged_attention.query_tiles import head_rows, make_query_tiles, sequence_scales, take_tokens
 from pallas_kernels.paged_attention.shapes import AttentionShapes
 
@@ -113,10 +113,7 @@ def _launch(plan: Plan, inputs: dict[str, jax.Array], interpret: Any) -> jax.Arr
         num_threads=NUM_CONSUMERS + 1,
         thread_name="thread",
         scratch_types=_scratch(plan),
-        # Approximate exp2 is as exact as the hardware has it; approximate tanh is not exact enough.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=plan.wgmma and plan.soft_cap is None, reduction_scratch_bytes=512
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=plan.wgmma, reduction_scratch_bytes=512),
         interpret=plgpu.InterpretGPUParams() if interpret is True else interpret,
         kernel_name="ragged_paged_attention",
     )(inputs)
@@ -140,14 +137,14 @@ def _scratch(plan: Plan) -> dict[str, Any]:
         scratch["peer_out"] = swizzled(NUM_ROWS, plan.piece, dtype=jnp.float32)
         scratch["peer_rows"] = plgpu.SMEM((2, NUM_ROWS), jnp.float32)
     if plan.wgmma:
-        scratch["p_smem"] = swizzled(NUM_CONSUMERS, NUM_ROWS, plan.key_tile)
+        scratch["p_smem"] = swizzled(NUM_CONSUMERS, NUM_ROWS, NUM_KEYS)
     if plan.reads_raw:
         scratch["raw"] = plgpu.SMEM((plan.stages, plan.key_tile, 2, plan.head_dim), plan.kv_dtype)
     else:
         scratch["k_smem"] = swizzled(plan.stages, *tile)
         scratch["v_smem"] = swizzled(plan.stages, *tile)
     if plan.repack:
-        scratch["packed"] = swizzled(NUM_CONSUMERS, *tile)
+        scratch["packed"] = swizzled(NUM_CONSUMERS, plan.pieces, NUM_KEYS, plan.piece)
     if plan.quantized:
         scratch["scale_smem"] = plgpu.SMEM((plan.stages, 2, plan.key_tile), jnp.float32)
     return scratch

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_plan import NUM_ROWS
+from pallas_kernels.paged_attention.gpu_plan import NUM_KEYS, NUM_ROWS
 
 LOG2_E = math.log2(math.e)
 WIDE = plgpu.Layout.WGMMA
@@ -45,18 +45,23 @@ def _weigh(plan, products, distance, slopes):
     """Scores in base 2 from products q.k; `distance` is key position - query position."""
     if plan.soft_cap is None:
         scores = products * (plan.scale * LOG2_E)
+    elif plan.wgmma:
+        # tanh to within 1e-7: the hardware's own is a thousand times coarser, the library's takes too many registers.
+        powers = jnp.exp2(products * (2 * LOG2_E * plan.scale / plan.soft_cap))
+        scores = plan.soft_cap * LOG2_E - (2 * plan.soft_cap * LOG2_E) / (powers + 1.0)
     else:
         scores = jnp.tanh(products * (plan.scale / plan.soft_cap)) * (plan.soft_cap * LOG2_E)
     return scores if slopes is None else scores + slopes * distance.astype(jnp.float32)
 
 
-def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):
-    """Take one key tile into the online softmax, with wgmma."""
+def fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes, carry):
+    """Take NUM_KEYS keys, part number `part` of a key tile, into the online softmax, with wgmma."""
     acc, peak, total = carry
-    size = plan.key_tile
+    rows = pl.ds(part * NUM_KEYS, NUM_KEYS)
+    start = start + part * NUM_KEYS
     p_smem = scratch["p_smem"].at[thread]
     # Slots that no query sees may hold anything, and 0 * NaN is NaN: they become zeros before the products.
-    ragged = (start < span.begin) | (start + size > span.end)
+    ragged = (start < span.begin) | (start + NUM_KEYS > span.end)
 
     def cleared(values):
         pos = start + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WIDE)
@@ -69,10 +74,10 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
         @pl.loop(0, count)
         def _piece(c):
             columns = pl.ds((first + c) * plan.piece, plan.piece)
-            values = plgpu.load(scratch["raw"].at[slot, :, kv, columns], layout=WIDE, optimized=False)
+            values = plgpu.load(scratch["raw"].at[slot, rows, kv, columns], layout=WIDE, optimized=False)
             if plan.quantized:
                 values = values.astype(jnp.float32).astype(plan.dtype)
-            packed[c] = lax.cond(ragged, cleared, lambda x: x, values)
+            packed[c] = cleared(values)
 
         plgpu.commit_smem()
         return packed
@@ -82,7 +87,7 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
     if plan.repack:
         keys = unpack(0, 0, plan.pieces)
     else:
-        keys, values = scratch["k_smem"].at[slot], scratch["v_smem"].at[slot]
+        keys, values = (scratch[name].at[slot, :, rows] for name in ("k_smem", "v_smem"))
 
         @pl.when(ragged)
         def _clear():
@@ -100,10 +105,10 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
             plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
         return ref[...]
 
-    products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, size), jnp.float32))
+    products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, NUM_KEYS), jnp.float32))
     shape = products.shape
     if plan.quantized:
-        k_scales = plgpu.load(scratch["scale_smem"].at[slot, 0], layout=BY_COLUMN, optimized=False)
+        k_scales = plgpu.load(scratch["scale_smem"].at[slot, 0, rows], layout=BY_COLUMN, optimized=False)
         products = products * down(k_scales, shape)
 
     def distances():
@@ -121,7 +126,7 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
             visible = visible & (distance > -span.window)
         return jnp.where(visible, scores, -jnp.inf)
 
-    partial = start + size > span.first + 1
+    partial = start + NUM_KEYS > span.first + 1
     if plan.windowed:
         partial = partial | (start <= span.end - 1 - span.window)
     scores = lax.cond(partial, masked, lambda x: x, scores)
@@ -131,7 +136,7 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
     p = jnp.exp2(scores - across(new_peak, shape))
     total = total * alpha + p.sum(axis=1)
     if plan.quantized:
-        v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1], layout=BY_COLUMN, optimized=False)
+        v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1, rows], layout=BY_COLUMN, optimized=False)
         p = p * down(v_scales, shape)
     p_smem[...] = p.astype(plan.dtype)
     if plan.repack:
@@ -140,15 +145,15 @@ def fold_tile(plan, span, scratch, thread, slot, start, query_pos, slopes, carry
     else:
         plgpu.commit_smem()
 
-    def accumulate(c, part):
+    def accumulate(c, out):
         def apply(ref):
             plgpu.wgmma(ref, p_smem, values.at[c])
             return ref[...]
 
-        product = pl.run_scoped(apply, plgpu.ACC(part.shape, jnp.float32))
-        return part * across(alpha, part.shape) + product
+        product = pl.run_scoped(apply, plgpu.ACC(out.shape, jnp.float32))
+        return out * across(alpha, out.shape) + product
 
-    return tuple(accumulate(c, part) for c, part in zip(own, acc, strict=True)), new_peak, total
+    return tuple(accumulate(c, out) for c, out in zip(own, acc, strict=True)), new_peak, total
 
 
 def fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry):

@@ -29,12 +29,12 @@ from pallas_kernels.paged_attention.gpu_fold import (
     meet,
     own_piece,
 )
-from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_ROWS
+from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_KEYS, NUM_ROWS
 
-LOOKUPS = 8
+LOOKUPS = 4
 """Table entries that the producer has on the way at once."""
-PRODUCER_REGISTERS = 56
-CONSUMER_REGISTERS = 224
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
 LOW = -1e30
 """The running maximum before the first key: finite, so that a masked score (-inf) is always farther away."""
 
@@ -194,8 +194,11 @@ def _consume_tiles(plan, span, refs, scratch, thread):
         slot, barrier = _slot(plan, i, scratch)
         start = (span.key_tile + i) * plan.key_tile
         plgpu.barrier_wait(barrier)
-        fold = fold_tile if plan.wgmma else fold_keys
-        carry = fold(plan, span, scratch, thread, slot, start, query_pos, slopes, carry)
+        if plan.wgmma:
+            for part in range(plan.key_tile // NUM_KEYS):
+                carry = fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes, carry)
+        else:
+            carry = fold_keys(plan, span, scratch, thread, slot, start, query_pos, slopes, carry)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return carry
 

@@ -12,8 +12,10 @@ NUM_ROWS = 64
 """Rows of a query tile: wgmma's M."""
 NUM_CONSUMERS = 2
 """Warp groups that compute; one more copies."""
+NUM_KEYS = 64
+"""Keys that are multiplied at once: wgmma's K with a swizzle of 128 bytes."""
 KEY_TILE = 64
-"""Keys of a tile unless the caller says otherwise: wgmma's K."""
+"""Keys of a tile, which arrive together, unless the caller says otherwise."""
 FLOAT32_KEY_TILE = 32
 """The same where wgmma is not used: float32 keys of 256 elements leave room for two such tiles."""
 SHARED_BYTES = 226 * 1024
@@ -121,9 +123,9 @@ def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
     if not by_columns:
         fixed += NUM_ROWS * (piece + 2) * 4
     if wgmma:
-        fixed += NUM_CONSUMERS * NUM_ROWS * key_tile * dtype.itemsize
+        fixed += NUM_CONSUMERS * NUM_ROWS * NUM_KEYS * dtype.itemsize
     if repack:
-        fixed += NUM_CONSUMERS * tile_bytes * dtype.itemsize
+        fixed += NUM_CONSUMERS * NUM_KEYS * head_dim * dtype.itemsize
     stage = 2 * tile_bytes * shapes.kv_dtype.itemsize + 8 * key_tile * shapes.is_quantized
     tile_count = num_query_tiles(shapes.num_tokens, shapes.num_sequences, query_tokens)
     return Plan(
