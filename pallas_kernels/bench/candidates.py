@@ -1,6 +1,7 @@
 """What is compared, each as something that can be called n times in a row."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,13 +38,15 @@ def prepare(point: Point, settings: Settings, batches: dict[Any, Batch]) -> Cand
 def check(point: Point, settings: Settings, answers: dict[Any, np.ndarray]) -> str | None:
     """Compare with the reference on a small batch: the sentence to stop with, or None. `answers` keeps the reference's.
 
-    Ours get prefill chunks and decodes in one batch, the others the decodes of equal length that all of them can do.
+    Ours get prefill chunks and decodes in one batch, with NaN in all slots that no query sees; the others get what all
+    of them can do, decodes of equal length without NaN.
     """
-    q_lens, kv_lens = _EQUAL_DECODES if point.implementation in FOREIGN else _MIXED
+    ours = point.implementation not in FOREIGN
+    q_lens, kv_lens = _MIXED if ours else _EQUAL_DECODES
     batches: dict[Any, Batch] = {}
-    out = _candidate(point, settings, q_lens, kv_lens, batches, poisoned=True).output()
+    out = _candidate(point, settings, q_lens, kv_lens, batches, poisoned=ours).output()
     ((key, batch),) = batches.items()
-    key = key, point.implementation in FOREIGN
+    key = key, ours
     if key not in answers:
         answers[key] = np.asarray(_attend("reference", None, settings, batch, batch.q), np.float64)
     difference = np.abs(out - answers[key]).max()
@@ -107,10 +110,9 @@ def _attend(kernel: str, tiles: tuple[int, int] | None, settings: Settings, batc
 
 def _jax_gpu(settings: Settings, batch: Batch) -> tuple[Callable[[Batch, jax.Array], jax.Array], Batch]:
     """JAX's own Triton kernel, which decodes only and wants keys and values apart, heads first."""
-    import warnings
-
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of that module
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
     # as that of the triton kernel, for the same reason: it comes when the program is lowered
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     _, num_kv_heads, head_dim = settings.heads

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -134,6 +135,7 @@ def refusal(point: Point, settings: Settings) -> str | None:
     return None
 
 
+@cache  # the choice is logged each time that it is made
 def kernel_of(point: Point, settings: Settings) -> str:
     """The implementation that serves a point, "contiguous" resolved; ValueError with the reason if it cannot."""
     name = None if point.implementation == "contiguous" else point.implementation

@@ -17,7 +17,10 @@ from typing import Any
 
 ROOFS = ("copy", "matmul")
 """Trials that are no attention: what the device can do."""
-GENERATED = ("config.yaml", "environment.json", "trials.jsonl", "summary.csv", "summary.md", "summary.tex")
+GENERATED = (
+    *("config.yaml", "environment.json", "trials.jsonl", "summary.csv", "summary.md", "summary.tex"),
+    *("figures/roofline.png", "figures/roofline.pdf"),
+)
 _COLUMNS = {
     "implementation": "",
     "batch": "",
