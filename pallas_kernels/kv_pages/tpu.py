@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_pages import xla
 from pallas_kernels.kv_pages.xla import copy_pages, gather_pages, scatter_pages, write_kv_scales
 
 __all__ = ["copy_pages", "gather_pages", "scatter_pages", "write_kv_pages", "write_kv_scales"]
@@ -25,6 +26,10 @@ def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_
     Raises:
         ValueError: for more than MAX_TOKENS tokens.
     """
+    if kv_pages.dtype == jnp.float16:  # no type of a TPU's kernels, but of its XLA operations
+        return xla.write_kv_pages(
+            kv_pages, keys, values, block_ids, offsets, layer=layer, blocks_per_layer=blocks_per_layer
+        )
     num_tokens, num_kv_heads, head_dim = keys.shape
     rows, lanes = kv_pages.shape[2:]
     if num_tokens > MAX_TOKENS:
