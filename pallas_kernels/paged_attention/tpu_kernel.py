@@ -24,6 +24,8 @@ def attention_kernel(*refs, names, plan, table_width, block_size, scale, has_win
     num_kv_heads, num_rows, lanes = r.q_buffer.shape[1:]
     key_tile, key_lanes, unit = plan.key_tile, plan.key_lanes, plan.unit
     has_scales, has_sinks, has_slopes = ("scales" in names, "sinks" in names, "slopes" in names)
+    # each head of few is compiled by itself, many in a loop: the compiler's time grows with what it unrolls
+    heads_at_once = num_kv_heads if num_kv_heads <= 8 else 4
     precision = lax.Precision.HIGHEST if plan.compute_dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def first_position_seen(tile):
@@ -55,6 +57,21 @@ def attention_kernel(*refs, names, plan, table_width, block_size, scale, has_win
         if has_scales:
             source, target = r.scales.at[sequence, step], r.scale_buffer.at[slot]
             act(pltpu.make_async_copy(source, target, r.scales_arrived.at[slot]))
+
+    def for_heads(act):
+        """Act on each head, given by its number, its group's, and its place in the group."""
+
+        def act_on_group(group, _):
+            for place in range(heads_at_once):
+                act(group * heads_at_once + place, group, place)
+
+        if heads_at_once == num_kv_heads:
+            act_on_group(0, None)
+            return
+        groups, rest = divmod(num_kv_heads, heads_at_once)
+        lax.fori_loop(0, groups, act_on_group, None)
+        for place in range(rest):
+            act(groups * heads_at_once + place, groups, place)
 
     def by_size(tile, act):
         """Act on the rows that are in use: in a launch of chunks, a tile with one token has few."""
@@ -111,9 +128,13 @@ def attention_kernel(*refs, names, plan, table_width, block_size, scale, has_win
         copy_queries(tile, _wait)
         by_size(tile, clear)
 
-    def row_of_keys(slot, row):
-        """Keys, or values, of a head."""
-        return r.kv_buffer[slot, :, row].astype(plan.compute_dtype)
+    def row_of_keys(slot, group, row):
+        """Keys, or values, of a head: a row of its group's."""
+        rows = r.kv_buffer.at[slot]
+        if heads_at_once < num_kv_heads:
+            first = pl.multiple_of(jnp.int32(2 * heads_at_once) * group, 2 * heads_at_once)
+            rows = rows.at[:, pl.ds(first, 2 * heads_at_once)]
+        return rows[:, row].astype(plan.compute_dtype)
 
     def attend(tile, step, slot, rows):
         places = lax.broadcasted_iota(jnp.int32, (rows, key_lanes), 1)
@@ -127,9 +148,11 @@ def attention_kernel(*refs, names, plan, table_width, block_size, scale, has_win
         if has_scales:
             begin, end = places_seen(tile, step)
             seen = (places[:1] >= begin) & (places[:1] < end)
-        for h in range(num_kv_heads):
+
+        def attend_head(h, group, place):
             at = (h, pl.ds(0, rows))
-            scores = _product(r.q_buffer[tile % 2, h, pl.ds(0, rows)], row_of_keys(slot, 2 * h), 1, precision) * scale
+            queries = r.q_buffer[tile % 2, h, pl.ds(0, rows)]
+            scores = _product(queries, row_of_keys(slot, group, 2 * place), 1, precision) * scale
             if has_scales:
                 scores = scores * r.scale_buffer[slot, pl.ds(h, 1)]
             if soft_cap is not None:
@@ -145,8 +168,10 @@ def attention_kernel(*refs, names, plan, table_width, block_size, scale, has_win
             r.total[at] = r.total[at] * rescale + jnp.sum(weights, axis=1, keepdims=True)
             if has_scales:
                 weights = weights * jnp.where(seen, r.scale_buffer[slot, pl.ds(num_kv_heads + h, 1)], 0.0)
-            part = _product(weights.astype(plan.compute_dtype), row_of_keys(slot, 2 * h + 1), 0, precision)
+            part = _product(weights.astype(plan.compute_dtype), row_of_keys(slot, group, 2 * place + 1), 0, precision)
             r.sum[at] = r.sum[at] * rescale[:, :1] + part
+
+        for_heads(attend_head)
 
     def end_tile(tile):
         # the buffer is free once the outputs of the tile before the last have left

@@ -50,6 +50,11 @@ class TestStrictInterpreter:
                 [Sequence(3, 33), Sequence(1, 17)],
                 id="pages_larger_than_tiles",
             ),
+            pytest.param(
+                Case(4, (9, 9), num_tokens=4, num_rows=2, max_len=16),
+                [Sequence(3, 11)],
+                id="heads_in_a_loop_and_one_more",
+            ),
         ],
     )
     def test_attention(self, case, sequences):
