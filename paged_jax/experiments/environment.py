@@ -59,9 +59,20 @@ def diff_sha256(root: Path) -> str | None:
 
 
 def read_runs(directory: Path) -> list[dict[str, Any]]:
-    """The descriptions of all runs in a results directory, oldest first; a trial's `run` is an index into them."""
+    """The descriptions of all runs in a results directory, oldest first; a trial's `run` is an index into them.
+
+    Raises ValueError for a file that is damaged.
+    """
     path = directory / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (ValueError, KeyError, TypeError):
+        runs = None
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise ValueError(f"{path} is damaged: restore it, or start over with --fresh")
+    return runs
 
 
 def cpu_model() -> str:

@@ -120,11 +120,12 @@ def _run_trials(
     sized = [c for c in engine_configs if c.num_blocks is not None]
     shape = resolve(config.model, sized[0].load_format).config if make_engine is None and sized else None
     check_memory(engine_configs, environment["device"]["platform"], available_memory(), shape)
+    directory = log.path.parent
+    runs = [] if fresh else read_runs(directory)
     if make_engine is None:
         from paged_jax.llm import EngineFactory  # loads JAX and the model: only when trials really run
 
         make_engine = EngineFactory(config.model)
-    directory = log.path.parent
     warm: dict[EngineConfig, _WarmEngine] = {}
     finished = 0
     try:
@@ -133,7 +134,6 @@ def _run_trials(
             if fresh:
                 _discard(directory)
             write_config(config, directory / "config.yaml")
-            runs = read_runs(directory)
             run = {**environment, "warm_up": []}
             runs.append(run)
             _write_runs(directory, runs)

@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from paged_jax.experiments.environment import diff_sha256, git_state
+from paged_jax.experiments.environment import diff_sha256, git_state, read_runs
 
 
 @pytest.fixture
@@ -37,3 +37,12 @@ def test_uncommitted_changes_have_a_fingerprint(checkout):
 
 def test_the_state_names_commit_and_changes():
     assert set(git_state()) == {"git_commit", "git_changes", "git_diff"}
+
+
+@pytest.mark.parametrize("text", ['{"runs": [', "[]", '{"runs": 3}', '{"runs": [1]}', "{}", ""])
+def test_a_damaged_file_is_named(tmp_path, text):
+    path = tmp_path / "environment.json"
+    assert read_runs(tmp_path) == []
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"environment\.json is damaged: restore it, or start over with --fresh"):
+        read_runs(tmp_path)
