@@ -42,6 +42,10 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """Attention of q [T, Hq, D] through physical pages [N, B, KVp, Dp]; see `api.ragged_paged_attention`.
 
+    Any page size; up to 64 query heads for each KV head; Dp a multiple of 64 up to 256. Pages of the queries' 16-bit
+    type in whole groups of 8 tokens go straight to wgmma; other page sizes and quantised pages are repacked first, and
+    slower; float32 queries, or pages of another float type, are multiplied without wgmma, which is slow.
+
     `tiles` is (query tokens, key tokens), with at most 64 // G query tokens and 64 or 128 keys; None picks 64 // G and
     64 (32 where wgmma is not used). `interpret` is False, True or a `plgpu.InterpretGPUParams`.
     """

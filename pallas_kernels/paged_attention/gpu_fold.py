@@ -82,7 +82,6 @@ def fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes,
         plgpu.commit_smem()
         return packed
 
-    every = range(plan.pieces)
     own = [own_piece(plan, thread, c) for c in range(plan.own_pieces)]
     if plan.repack:
         keys = unpack(0, 0, plan.pieces)
@@ -101,8 +100,16 @@ def fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes,
                 meet(scratch, thread)
 
     def multiply(ref):
-        for c in every:
-            plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
+        if plan.repack or plan.pieces > 2:
+            # A loop here, too: descriptors of all pieces would be kept in registers from tile to tile.
+            @pl.loop(0, plan.pieces)
+            def _piece(c):
+                plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+
+        else:
+            for c in range(plan.pieces):
+                plgpu.wgmma(ref, scratch["q_smem"].at[c], keys.at[c].transpose((1, 0)))
         return ref[...]
 
     products = pl.run_scoped(multiply, plgpu.ACC((NUM_ROWS, NUM_KEYS), jnp.float32))
@@ -137,7 +144,8 @@ def fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes,
     total = total * alpha + p.sum(axis=1)
     if plan.quantized:
         v_scales = plgpu.load(scratch["scale_smem"].at[slot, 1, rows], layout=BY_COLUMN, optimized=False)
-        p = p * down(v_scales, shape)
+        # Scales of slots that no query sees may be NaN, too.
+        p = jnp.where(p > 0.0, p * down(v_scales, shape), 0.0)
     p_smem[...] = p.astype(plan.dtype)
     if plan.repack:
         values = unpack(1, own[0], plan.own_pieces)

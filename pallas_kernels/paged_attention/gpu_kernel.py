@@ -59,7 +59,7 @@ def attend(plan, refs, *outs, **scratch):
     meta = refs["meta"]
     tile, head, split = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("split")
     sequence, first, count, begin, end, first_row, window = (meta[tile, i] for i in range(7))
-    key_tile = begin // plan.key_tile
+    key_tile = lax.div(begin, jnp.int32(plan.key_tile))
     num_key_tiles = pl.cdiv(end, plan.key_tile) - key_tile
     share = pl.cdiv(num_key_tiles, plan.splits)
     steps = jnp.clip(num_key_tiles - split * share, 0, share)
@@ -116,8 +116,9 @@ def _produce_tiles(plan, span, refs, scratch):
     groups = plan.units // at_once
 
     def look_up(token):
-        blocks = [jnp.minimum((token + j * plan.unit) // plan.block_size, plan.table_width - 1) for j in range(at_once)]
-        return tuple(span.first_row + refs["tables"][span.sequence, block] for block in blocks)
+        blocks = [lax.div(token + j * plan.unit, jnp.int32(plan.block_size)) for j in range(at_once)]
+        last = plan.table_width - 1
+        return tuple(span.first_row + refs["tables"][span.sequence, jnp.minimum(block, last)] for block in blocks)
 
     def copy_unit(row, token, slot, barrier, offset):
         tokens = pl.ds(lax.rem(token, jnp.int32(plan.block_size)), plan.unit)

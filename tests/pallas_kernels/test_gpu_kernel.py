@@ -50,7 +50,7 @@ CASES = {
     "tma_window_128_keys": Case(((1, 200), (40, 170)), window=90, heads=(3, 3), tiles=(20, 128), dtype="float16"),
     "tma_more_tiles_than_slots": Case(((1, 750),), head_dim=128),
     "repacked_page_5": Case(block_size=5, head_dim=80, by_head=True),
-    "repacked_int8": Case(block_size=32, kv_dtype="int8", by_head=True, soft_cap=4.0),
+    "repacked_int8": Case(block_size=32, kv_dtype="int8", by_head=True, soft_cap=4.0, window=90),
     "repacked_fp8_page_1": Case(((1, 3), (2, 70)), block_size=1, kv_dtype="float8_e4m3fn"),
     "wide_head": Case(head_dim=256, by_head=True),
     "wide_head_float32": Case(((3, 40),), head_dim=200, dtype="float32", window=30),
