@@ -30,6 +30,11 @@ RANDOM_MODEL = {
 NEW_TOKENS = 5
 
 
+def folder_of(config: dict, folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def engine(model: str, implementation: str, **settings: object) -> LLM:
     """Chunks of at most 8 tokens, and a pool of 24 slots for two requests that need 29: interpreters are slow."""
     return LLM(
@@ -60,9 +65,7 @@ def tokens(rounds: list[list[RequestOutput]]) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("random")
-    (folder / "config.json").write_text(json.dumps(RANDOM_MODEL))
-    return str(folder)
+    return folder_of(RANDOM_MODEL, tmp_path_factory.mktemp("random"))
 
 
 @cache
@@ -84,3 +87,41 @@ def test_a_random_model_with_grouped_queries(random_model, implementation):
 def test_a_real_model(shared, implementation):
     model = str(shared / "reference" / "stories260K")
     assert tokens(generate(engine(model, implementation))) == expected(model, "auto")
+
+
+@pytest.mark.parametrize(("implementation", "padded"), [("xla", 1), ("mosaic_gpu", 1), ("mosaic_tpu", 2)])
+def test_the_budget_holds_the_padded_pages(random_model, implementation, padded):
+    """G17: heads of 64 are padded to 128 on a TPU, and a block's bytes with them, wherever blocks are counted."""
+    block, budget = 2 * 4 * 2 * 2 * 64 * 4 * padded, 1 << 20  # layers, block_size, K and V, heads, head_dim, float32
+    llm = LLM(
+        random_model,
+        load_format="dummy",
+        attention_implementation=implementation,
+        attention_interpret=implementation in KERNELS,
+        block_size=4,
+        kv_cache_memory=budget,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+    )
+    executor = llm.engine.executor
+    assert executor.num_blocks == budget // block - 1  # and the null block
+    assert executor.page_bytes == budget
+
+
+@pytest.mark.parametrize(
+    ("implementation", "head_dim", "reason"),
+    [
+        ("mosaic_gpu", 320, "at most 256 elements of a head in registers, not 320"),
+        ("mosaic_tpu", 64, "it is for a TPU, not a CPU"),
+    ],
+)
+def test_what_a_kernel_cannot_serve_is_refused_when_the_model_loads(tmp_path, implementation, head_dim, reason):
+    model = folder_of({**RANDOM_MODEL, "head_dim": head_dim}, tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        LLM(
+            model,
+            load_format="dummy",
+            attention_implementation=implementation,
+            attention_interpret=head_dim == 320,
+            num_blocks=4,
+        )
