@@ -107,4 +107,6 @@ def _problem(
         capability = platform.compute_capability
         if name == "mosaic_gpu" and capability is not None and not 9.0 <= capability < 10.0:
             return f"its wgmma instructions are those of compute capability 9.x (Hopper), this GPU has {capability}"
+        if name == "triton" and capability is not None and capability < 8.0:
+            return f"XLA's Triton backend needs compute capability 8.0 (Ampere), this GPU has {capability}"
     return load_implementation(name).refusal(shapes, tiles)

@@ -42,6 +42,7 @@ def shapes(backend: str, **changes: object) -> AttentionShapes:
         (Platform("gpu"), "mosaic_gpu", "the kernel for gpu"),
         (Platform("gpu", 8.0), "triton", "not mosaic_gpu: its wgmma instructions are those of compute capability 9.x"),
         (Platform("gpu", 10.0), "triton", "this GPU has 10.0"),
+        (Platform("gpu", 7.5), "xla", "not triton: XLA's Triton backend needs compute capability 8.0"),
         (Platform("tpu"), "mosaic_tpu", "the kernel for tpu"),
     ],
 )
