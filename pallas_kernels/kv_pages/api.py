@@ -16,7 +16,8 @@ IMPLEMENTATIONS = {
     "xla": "pallas_kernels.kv_pages.xla",
     "mosaic_tpu": "pallas_kernels.kv_pages.tpu",
 }
-"""Modules by name. XLA's scatters are one kernel and in place on CPU and GPU; on TPU a write needs one of ours."""
+"""Modules by name. XLA's scatters are in place everywhere; on a TPU, which scatters row after row, writes are copies of
+ours that overlap."""
 
 
 def write_kv_pages(

@@ -114,7 +114,7 @@ def sequence_scales(
 
     L is the table's width in tokens, rounded up to whole key tiles. Scales past a sequence's end are 0, whatever the
     pages hold there. A kernel multiplies scores by K's and probabilities by V's, so that the pages enter the products
-    as they are.
+    as they are. On a TPU XLA may copy all of `kv_scales` into another layout for this gather, at every call.
     """
     rows, width = block_tables.shape
     block_size = kv_scales.shape[1]
