@@ -182,9 +182,10 @@ def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | Non
         if key_tile not in (64, 128):
             return f"key tiles of the GPU kernel have 64 or 128 tokens, not {key_tile}: choose one of the two"
     plan = plan_call(shapes, tiles)
-    if plan.stages < 1:
+    # One wide tile at a time would be served, but nothing would be on the way meanwhile.
+    if plan.stages < (1 if plan.key_tile <= KEY_TILE else 2):
         return (
             f"key tiles of {plan.key_tile} tokens of {shapes.page_head_dim} {shapes.kv_dtype} elements do not fit into "
-            "shared memory: choose tiles with fewer keys"
+            "shared memory twice: choose tiles with fewer keys"
         )
     return None

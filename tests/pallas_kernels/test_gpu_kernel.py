@@ -222,6 +222,7 @@ class TestPlan:
             ({}, (17, 64), "1 to 16 query tokens, not 17"),
             ({}, (0, 64), "1 to 16 query tokens, not 0"),
             ({}, (16, 32), "64 or 128 tokens, not 32"),
+            ({"page_head_dim": 256}, (16, 128), "choose tiles with fewer keys"),
             (
                 {"page_head_dim": 256, "dtype": DTYPES["float32"], "kv_dtype": DTYPES["float32"]},
                 (16, 128),
