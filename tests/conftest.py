@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# each warp group that waits in the Mosaic GPU interpreter holds one of XLA's threads: with two it may wait for ever
+os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import jax

@@ -24,7 +24,7 @@ PLATFORM_DEFAULTS = {
     "gpu": ("mosaic_gpu", "triton", "xla", "contiguous", "torch", "jax"),
     "tpu": ("mosaic_tpu", "xla", "contiguous", "jax"),
 }
-_TRIED_KEY_TILES = {"xla": (32, 128), "mosaic_tpu": (64, 256), "mosaic_gpu": (32, 128), "triton": (32, 128)}
+_TRIED_KEY_TILES = {"xla": (32, 128), "mosaic_tpu": (64, 256), "mosaic_gpu": (128,), "triton": (32, 128)}
 _TRIED_ROWS = {"mosaic_tpu": 128, "mosaic_gpu": 64, "triton": 16}
 
 
@@ -150,6 +150,7 @@ def kernel_of(point: Point, settings: Settings) -> str:
         dtype=jnp.dtype(settings.dtype),
         num_sequences=point.batch,
         table_width=-(-point.context // size),
+        num_pages=1 + point.batch * -(-point.context // size),
         block_size=size,
         page_rows=page_rows,
         page_head_dim=page_head_dim,

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.gpu_kernel import attend
 from pallas_kernels.paged_attention.gpu_plan import NUM_CONSUMERS, NUM_KEYS, NUM_ROWS, Plan, plan_call, refusal
 from pallas_kernels.paged_attention.query_tiles import head_rows, make_query_tiles, sequence_scales, take_tokens
-from pallas_kernels.paged_attention.shapes import AttentionShapes
+from pallas_kernels.paged_attention.shapes import attention_shapes
 
 __all__ = ["ragged_paged_attention", "refusal"]
 
@@ -49,20 +49,7 @@ def ragged_paged_attention(
     `tiles` is (query tokens, key tokens), with at most 64 // G query tokens and 64 or 128 keys; None picks 64 // G and
     64 (32 where wgmma is not used). `interpret` is False, True or a `plgpu.InterpretGPUParams`.
     """
-    num_tokens, num_heads, true_dim = q.shape
-    shapes = AttentionShapes(
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=true_dim,
-        dtype=jnp.dtype(q.dtype),
-        num_sequences=block_tables.shape[0],
-        table_width=block_tables.shape[1],
-        block_size=kv_pages.shape[1],
-        page_rows=kv_pages.shape[2],
-        page_head_dim=kv_pages.shape[3],
-        kv_dtype=jnp.dtype(kv_pages.dtype),
-    )
+    shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     plan = plan_call(shapes, tiles)._replace(scale=scale, soft_cap=logit_soft_cap)
     laid = make_query_tiles(
         q.astype(plan.dtype),
@@ -96,7 +83,9 @@ def ragged_paged_attention(
             blocks_per_layer=blocks_per_layer,
         )
     out = _launch(plan._replace(windowed=sliding_window is not None), inputs, interpret)
-    out = take_tokens(out, laid, num_heads=num_heads, tokens_per_tile=plan.query_tokens, head_dim=true_dim)
+    out = take_tokens(
+        out, laid, num_heads=shapes.num_heads, tokens_per_tile=plan.query_tokens, head_dim=shapes.head_dim
+    )
     return out.astype(q.dtype)
 
 

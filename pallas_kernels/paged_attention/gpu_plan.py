@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.query_tiles import num_query_tiles
 from pallas_kernels.paged_attention.shapes import AttentionShapes
+from pallas_kernels.paged_attention.tiles import DEFAULT_TILES
 
 NUM_ROWS = 64
 """Rows of a query tile: wgmma's M."""
@@ -14,10 +15,6 @@ NUM_CONSUMERS = 2
 """Warp groups that compute; one more copies."""
 NUM_KEYS = 64
 """Keys that are multiplied at once: wgmma's K with a swizzle of 128 bytes."""
-KEY_TILE = 64
-"""Keys of a tile, which arrive together, unless the caller says otherwise."""
-FLOAT32_KEY_TILE = 32
-"""The same where wgmma is not used: float32 keys of 256 elements leave room for two such tiles."""
 SHARED_BYTES = 226 * 1024
 """Shared memory of a block on Hopper (227 KiB), less the barriers and the compiler's own scratch."""
 MAX_STAGES = 8
@@ -109,8 +106,8 @@ def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
     """How a call of these shapes runs; `stages` < 1 if its key tiles do not fit into shared memory."""
     same = shapes.kv_dtype == shapes.dtype
     wgmma = shapes.dtype.itemsize == 2 and (same or shapes.is_quantized)
-    query_tokens = NUM_ROWS // shapes.group
-    query_tokens, key_tile = tiles or (query_tokens, KEY_TILE if wgmma else FLOAT32_KEY_TILE)
+    query_tokens, key_tile = tiles or DEFAULT_TILES["mosaic_gpu" if wgmma else "mosaic_gpu, float32"]
+    query_tokens = query_tokens or NUM_ROWS // shapes.group
     unit = math.gcd(shapes.block_size, key_tile)
     repack = wgmma and (not same or unit % 8 != 0)
     dtype = shapes.dtype if wgmma else jnp.dtype(jnp.float32)
@@ -183,7 +180,7 @@ def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | Non
             return f"key tiles of the GPU kernel have 64 or 128 tokens, not {key_tile}: choose one of the two"
     plan = plan_call(shapes, tiles)
     # One wide tile at a time would be served, but nothing would be on the way meanwhile.
-    if plan.stages < (1 if plan.key_tile <= KEY_TILE else 2):
+    if plan.stages < (1 if plan.key_tile <= NUM_KEYS else 2):
         return (
             f"key tiles of {plan.key_tile} tokens of {shapes.page_head_dim} {shapes.kv_dtype} elements do not fit into "
             "shared memory twice: choose tiles with fewer keys"

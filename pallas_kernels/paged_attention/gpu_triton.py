@@ -5,7 +5,6 @@ each token's row through the block table (so that any page size serves), and fol
 and Gimelshein, 2018).
 """
 
-import math
 import warnings
 from functools import partial
 
@@ -45,6 +44,13 @@ def refusal(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> str | Non
         return f"the triton kernel serves head_dim up to {_MAX_HEAD_DIM}, not {shapes.head_dim}: use 'xla'"
     if shapes.group > _MAX_ROWS:
         return f"the triton kernel serves up to {_MAX_ROWS} query heads per KV head, not {shapes.group}: use 'xla'"
+    # Pallas computes offsets in elements: in 32 bits for arrays of up to 2^32 bytes, in 64 bits above. Elements of two
+    # bytes and more are safe on both sides; of one byte, offsets past 2^31 turn negative.
+    if shapes.is_quantized and 2**31 < shapes.num_elements <= 2**32:
+        return (
+            f"the triton kernel cannot address {shapes.kv_dtype} pages of 2 to 4 GiB, and these are "
+            f"{shapes.num_elements / 2**30:.1f} GiB: take num_blocks outside of that range, or use 'xla'"
+        )
     tokens, key_tile = _tiles(shapes, tiles)
     if tokens < 1 or not 16 <= key_tile <= _MAX_KEY_TILE or key_tile & (key_tile - 1):
         return (
@@ -87,7 +93,6 @@ def ragged_paged_attention(
     interpret,
 ):
     """See `pallas_kernels.paged_attention.api.ragged_paged_attention`."""
-    _check_pool(kv_pages)
     shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     tokens_per_tile, key_tile = _tiles(shapes, tiles)
     num_rows, width = _num_rows(shapes, tokens_per_tile), _width(shapes)
@@ -270,19 +275,6 @@ def _compute_type(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
 def _power_of_two(size: int) -> int:
     """The next one that is no smaller."""
     return 1 << (size - 1).bit_length()
-
-
-def _check_pool(kv_pages: jax.Array) -> None:
-    """Refuse the one range of pools in which a page's address is wrong.
-
-    Pallas computes offsets in elements: in 32 bits for arrays of up to 2^32 bytes, in 64 bits above. Elements of two
-    bytes and more are safe on both sides; of one byte, offsets past 2^31 turn negative.
-    """
-    if kv_pages.dtype.itemsize == 1 and 2**31 < math.prod(kv_pages.shape) <= 2**32:
-        raise ValueError(
-            f"the triton kernel cannot address {kv_pages.dtype} pages of 2 to 4 GiB, and these are "
-            f"{math.prod(kv_pages.shape) / 2**30:.1f} GiB: take num_blocks outside of that range, or use 'xla'"
-        )
 
 
 def _accept_deprecation() -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 from types import ModuleType
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ IMPLEMENTATIONS = {
 
 PLATFORM_KERNELS = {"tpu": ("mosaic_tpu",), "gpu": ("mosaic_gpu", "triton"), "cpu": ()}
 """The kernels of a platform, the preferred one first."""
+
+_INTERPRETER_THREADS = 4
 
 KERNELS = tuple(name for names in PLATFORM_KERNELS.values() for name in names)
 
@@ -100,6 +103,13 @@ def _problem(
         if tiles is not None and name == "reference":
             return "tiles have no effect on the reference implementation: leave them unset"
         return None
+    if interpret and name == "mosaic_gpu":
+        threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+        if threads < _INTERPRETER_THREADS:
+            return (
+                f"its interpreter wants {_INTERPRETER_THREADS} threads of XLA's, one for each warp group that waits, "
+                f"and there are {threads} here: set the environment variable NPROC to 16 before Python starts"
+            )
     home = page_backend(name)
     if not interpret:
         if platform.name != home:

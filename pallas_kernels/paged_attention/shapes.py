@@ -21,6 +21,8 @@ class AttentionShapes:
     """S, rows of the block tables, padding included."""
     table_width: int
     """W, blocks of a sequence."""
+    num_pages: int
+    """N, the pages of all layers."""
     block_size: int
     page_rows: int
     """Rows of a token in the pages: 2 * num_kv_heads, or more where the backend pads."""
@@ -34,6 +36,11 @@ class AttentionShapes:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def num_elements(self) -> int:
+        """Of the pages."""
+        return self.num_pages * self.block_size * self.page_rows * self.page_head_dim
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the pages hold integers or fp8, which only have a meaning together with their scales."""
         return self.kv_dtype.itemsize == 1
@@ -44,7 +51,7 @@ def attention_shapes(
 ) -> AttentionShapes:
     """Read them off the arguments of `ragged_paged_attention`, and refuse those that do not belong together."""
     num_tokens, num_heads, head_dim = q.shape
-    _, block_size, page_rows, page_head_dim = kv_pages.shape
+    num_pages, block_size, page_rows, page_head_dim = kv_pages.shape
     heads = page_rows // 2 if num_kv_heads is None else num_kv_heads
     if page_head_dim < head_dim:
         raise ValueError(f"q has head_dim {head_dim}, the pages have {page_head_dim}")
@@ -60,6 +67,7 @@ def attention_shapes(
         dtype=jnp.dtype(q.dtype),
         num_sequences=block_tables.shape[0],
         table_width=block_tables.shape[1],
+        num_pages=num_pages,
         block_size=block_size,
         page_rows=page_rows,
         page_head_dim=page_head_dim,

@@ -10,7 +10,9 @@ DEFAULT_TILES: dict[str, tuple[int | None, int]] = {
     "xla": (64, 64),
     # Not measured on a device yet: 128 lanes of keys, 128 rows of queries.
     "mosaic_tpu": (None, 128),
-    # Not measured on a device yet: wgmma has 64 rows.
+    # Not measured on a device yet: wgmma has 64 rows, and takes keys 64 at a time.
     "mosaic_gpu": (None, 64),
+    # Without wgmma: two tiles of 32 float32 keys of 256 elements fit into shared memory.
+    "mosaic_gpu, float32": (None, 32),
     "triton": (None, 64),
 }

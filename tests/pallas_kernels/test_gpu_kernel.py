@@ -3,12 +3,6 @@
 The interpreter simulates the TMA, barriers and warp groups, and takes seconds for each new shape: few and small ones.
 """
 
-import os
-
-# Each simulated warp group that waits blocks a thread of XLA's pool: on a machine of two cores the kernel would stand
-# still for want of a third one. XLA takes this number for the cores it has when it is first used.
-os.environ.setdefault("NPROC", "16")
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import gpu, reference
 from pallas_kernels.paged_attention.gpu_plan import num_splits, plan_call
-from pallas_kernels.paged_attention.shapes import AttentionShapes
+from pallas_kernels.paged_attention.shapes import AttentionShapes, attention_shapes
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 DTYPES = {name: jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")}
@@ -111,19 +105,7 @@ def call_of(case: Case):
 
 def shapes_of(arguments, num_kv_heads: int) -> AttentionShapes:
     q, pages, _, table, _, _ = arguments
-    return AttentionShapes(
-        num_tokens=q.shape[0],
-        num_heads=q.shape[1],
-        num_kv_heads=num_kv_heads,
-        head_dim=q.shape[2],
-        dtype=jnp.dtype(q.dtype),
-        num_sequences=table.shape[0],
-        table_width=table.shape[1],
-        block_size=pages.shape[1],
-        page_rows=pages.shape[2],
-        page_head_dim=pages.shape[3],
-        kv_dtype=jnp.dtype(pages.dtype),
-    )
+    return attention_shapes(q, pages, table, num_kv_heads)
 
 
 class TestInterpreted:
@@ -177,6 +159,7 @@ SHAPES = AttentionShapes(
     dtype=DTYPES["bfloat16"],
     num_sequences=64,
     table_width=256,
+    num_pages=1000,
     block_size=16,
     page_rows=16,
     page_head_dim=128,

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged_batches import IMPLEMENTATION_NAMES
+from ragged_batches import IMPLEMENTATION_NAMES, physical
 
 from pallas_kernels.paged_attention import ragged_paged_attention
+from pallas_kernels.paged_attention.pick import KERNELS
 
 
 def read_vector(vectors, case: str, entry: dict, name: str) -> np.ndarray:
@@ -67,10 +68,12 @@ def test_onnx_attention_vectors(shared, name, implementation):
     block_size, rng = 3, np.random.default_rng(8)
     width = -(-k.shape[1] // block_size)
     pages = np.full((1 + num * width, block_size, 2 * k.shape[2], head_dim), np.nan, k.dtype)
+    is_used = np.zeros(pages.shape[:2], bool)
     tables = (1 + rng.permutation(num * width)).reshape(num, width).astype(np.int32)
     for b, t in np.ndindex(k.shape[:2]):
-        pages[tables[b, t // block_size], t % block_size, 0::2] = k[b, t]
-        pages[tables[b, t // block_size], t % block_size, 1::2] = v[b, t]
+        slot = tables[b, t // block_size], t % block_size
+        is_used[slot] = True
+        pages[slot][0::2], pages[slot][1::2] = k[b, t], v[b, t]
     q_lens = [length] * num if causal else [1] * (num * length)
     repeat = 1 if causal else length
     options = {
@@ -78,7 +81,12 @@ def test_onnx_attention_vectors(shared, name, implementation):
         "sliding_window": attrs["left_window_size"] + 1 if "left_window_size" in attrs else None,
         "logit_soft_cap": attrs.get("softcap"),
         "implementation": implementation,
+        "interpret": implementation in KERNELS,
+        "num_kv_heads": k.shape[2],
     }
+    pages, _ = physical(implementation, pages, None, is_used, np.nan)
+    if implementation == "mosaic_tpu" and pages.dtype == np.float16:
+        pages = pages.astype(np.float32)  # a TPU has no pages of float16
     out = jax.jit(partial(ragged_paged_attention, layer=0, blocks_per_layer=len(pages), **options))(
         q.reshape(num * length, heads, head_dim),
         pages,

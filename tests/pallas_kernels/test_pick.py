@@ -25,6 +25,7 @@ def shapes(backend: str, **changes: object) -> AttentionShapes:
             dtype=dtype,
             num_sequences=64,
             table_width=128,
+            num_pages=1000,
             block_size=16,
             page_rows=page[1],
             page_head_dim=page[2],
@@ -80,6 +81,12 @@ def test_what_is_passed_over_is_a_warning_with_the_reason(caplog):
 def test_a_name_is_the_choice_or_an_error(name, platform, changes, reason):
     with pytest.raises(ValueError, match=reason):
         pick_implementation(shapes(platform.name, **changes), implementation=name, platform=platform)
+
+
+def test_too_few_threads_for_the_interpreter(monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(ValueError, match="there are 2 here: set the environment variable NPROC to 16"):
+        pick_implementation(shapes("gpu"), implementation="mosaic_gpu", interpret=True)
 
 
 def test_every_name_can_be_had_somewhere():

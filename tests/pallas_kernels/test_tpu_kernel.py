@@ -98,6 +98,7 @@ def shapes_of(*, page=None, dtype="bfloat16", kv_dtype="bfloat16", **options) ->
         "head_dim": 64,
         "num_sequences": 8,
         "table_width": 128,
+        "num_pages": 1000,
         "block_size": 16,
     }
     values |= options

@@ -24,6 +24,7 @@ SHAPES = AttentionShapes(
     dtype=jnp.dtype("bfloat16"),
     num_sequences=16,
     table_width=64,
+    num_pages=1000,
     block_size=16,
     page_rows=16,
     page_head_dim=128,
@@ -136,8 +137,8 @@ def test_addresses_hold_the_last_element_of_pages_on_either_side_of_2_to_the_31(
 def test_one_byte_pages_that_32_bits_cannot_address_are_refused(kv_dtype):
     elements = 16 * 8 * 64
     for num_pages in (2**31 // elements + 1, 2**32 // elements):
-        with pytest.raises(ValueError, match=f"cannot address {kv_dtype} pages of 2 to 4 GiB, and these are"):
-            attend(num_pages, kv_dtype)
+        shapes = replace(SHAPES, num_pages=num_pages, page_rows=8, page_head_dim=64, kv_dtype=jnp.dtype(kv_dtype))
+        assert f"cannot address {kv_dtype} pages of 2 to 4 GiB, and these are" in refusal(shapes, None)
 
 
 def test_the_notice_about_the_backend_and_nothing_else_is_silenced():
