@@ -108,6 +108,8 @@ def all_cases(targets: Sequence[str] = TARGETS) -> list[Case]:
     for target in targets:
         grid = itertools.product(KERNELS[target], types, (1, 8, 16, 64, 128), (64, 128), ("decode", "mixed"))
         for kernel, (dtype, is_quantized), block_size, head_dim, batch in grid:
+            if kernel == "mosaic_tpu_write" and batch == "decode":  # a token is a token to it
+                continue
             quantized = "float8_e4m3fn" if block_size == 8 else "int8"
             kv_dtype = quantized if is_quantized else dtype
             cases.append(Case(target, kernel, dtype, kv_dtype, block_size, head_dim, batch))

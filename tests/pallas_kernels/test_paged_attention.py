@@ -13,7 +13,6 @@ from ragged_batches import (
     CASES,
     EXAMPLES,
     FAST,
-    IMPLEMENTATION_NAMES,
     POISONS,
     Case,
     Sequence,
@@ -27,24 +26,51 @@ from ragged_batches import (
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.paged_attention.pick import KERNELS
 
+QUICK_CASES = [
+    "page_1_tiles_7_5",
+    "page_4_traced_window",
+    "page_16_soft_cap_window",
+    "page_128",
+    "one_token",
+    "decodes_only",
+    "bfloat16",
+    "float16",
+    "bfloat16_pages",
+    "sinks_soft_cap_window",
+    "alibi",
+    "int8_pages",
+    "fp8_pages",
+]
 REFUSED = {("mosaic_tpu", "float16"): "pages of float16 are none that a TPU's vector unit loads"}
 """Cases that an implementation does not serve, and what it says."""
 TILES = {
     "xla": [(7, 5), (16, 16), (32, 128)],
     "mosaic_tpu": [(1, 16), (8, 64), (16, 256)],
-    "mosaic_gpu": [(8, 64), (16, 128)],
+    "mosaic_gpu": [(8, 128)],
     "triton": [(1, 16), (8, 32), (16, 128)],
 }
 
 
-@pytest.mark.parametrize("implementation", FAST)
+def each(*, quick, names=FAST, **values):
+    """The test with each value and each implementation. Mosaic GPU's interpreter takes many seconds for each: there all
+    but the `quick` values are slow tests."""
+    ((name, all_values),) = values.items()
+    parameters = [
+        pytest.param(value, implementation, marks=pytest.mark.slow if is_slow else ())
+        for implementation in names
+        for value in all_values
+        for is_slow in [implementation == "mosaic_gpu" and value not in quick]
+    ]
+    return pytest.mark.parametrize((name, "implementation"), parameters)
+
+
 class TestImplementation:
     """One class for every implementation by name: a kernel that is added is tested by being in the table.
 
     `check` holds the reference itself to the float64 answer on the same inputs.
     """
 
-    @pytest.mark.parametrize("name", CASES)
+    @each(name=CASES, quick=QUICK_CASES)
     def test_any_batch(self, name, implementation):
         case = CASES[name]
         if (implementation, name) in REFUSED:
@@ -65,7 +91,7 @@ class TestImplementation:
 
         test()
 
-    @pytest.mark.parametrize("window", [None, 1, 4, 5])
+    @each(window=[None, 1, 4, 5], quick=[5])
     def test_every_short_chunk_in_one_call(self, window, implementation):
         pairs = [Sequence(q, kv) for kv in range(1, 10) for q in range(1, kv + 1)]
         rng = np.random.default_rng(0)
@@ -80,12 +106,13 @@ class TestImplementation:
         )
         check(case, implementation, make_inputs(case, sequences, 1, np.nan, window))
 
-    def test_decodes_of_every_length_around_two_tiles(self, implementation):
-        case = Case(4, num_tokens=70, num_rows=70, max_len=68, tiles=(16, 32))
+    @each(block_size=[4], quick=[])
+    def test_decodes_of_every_length_around_two_tiles(self, block_size, implementation):
+        case = Case(block_size, num_tokens=70, num_rows=70, max_len=68, tiles=(16, 32))
         sequences = [Sequence(1, length) for length in range(1, 69)]
         check(case, implementation, make_inputs(case, sequences, 2, np.nan, None))
 
-    @pytest.mark.parametrize("poison", POISONS)
+    @each(poison=POISONS, quick=["nan"])
     def test_poison_in_unused_slots_stays_there(self, poison, implementation):
         """G14: the context lengths of the report, as decodes, as chunks, and mixed, in one padded batch."""
         lengths = (1, 3, 4, 5, 8, 9)
@@ -96,8 +123,9 @@ class TestImplementation:
         for sequences in (decodes, chunks, mixed):
             check(case, implementation, make_inputs(case, sequences, 4, POISONS[poison], None))
 
-    def test_a_sequence_does_not_depend_on_its_batch_mates(self, implementation):
-        case = Case(4, num_tokens=40, num_rows=5, max_len=32, tiles=(16, 16))
+    @each(block_size=[4], quick=[])
+    def test_a_sequence_does_not_depend_on_its_batch_mates(self, block_size, implementation):
+        case = Case(block_size, num_tokens=40, num_rows=5, max_len=32, tiles=(16, 16))
         sequences = [Sequence(9, 21), Sequence(1, 30), Sequence(17, 17), Sequence(1, 4)]
         inputs = make_inputs(case, sequences, 5, np.nan, None)
         together = run(case, implementation, inputs)
@@ -115,10 +143,12 @@ class TestImplementation:
                 run(case, implementation, alone), together[start : start + sequence.q_len], rtol=0, atol=2e-6
             )
 
+    @pytest.mark.parametrize("implementation", FAST)
     def test_no_sequences_at_all(self, implementation):
         case = Case(4, num_tokens=8, num_rows=2, max_len=8)
         assert run(case, implementation, make_inputs(case, [], 6, np.nan, None)).shape == (0, 4, 8)
 
+    @pytest.mark.parametrize("implementation", FAST)
     def test_static_layer_equals_traced_layer(self, implementation):
         case = Case(4, num_tokens=8, num_rows=2, max_len=16, layers=3)
         inputs = make_inputs(case, [Sequence(4, 9), Sequence(1, 3)], 7, np.nan, None)
@@ -135,7 +165,7 @@ class TestImplementation:
         )
         np.testing.assert_allclose(np.asarray(out)[:5], inputs.expected, rtol=0, atol=2e-5)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @each(dtype=["float32", "bfloat16"], quick=["bfloat16"])
     def test_lengths_around_a_tile_of_64(self, dtype, implementation):
         """G16: chunks that are shorter than their keys by nothing, one token, almost a tile, and more than one."""
         lengths = (1, 63, 64, 65, 127, 192)
@@ -158,14 +188,14 @@ class TestImplementation:
         for _ in range(2):
             np.testing.assert_array_equal(run(case, implementation, inputs), first)
 
-    @pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+    @each(head_dim=[64, 80, 96, 112, 128, 192, 256], quick=[80, 256])
     def test_head_dims(self, head_dim, implementation):
         """G17: the softmax scale is that of the true size, whatever the pages are padded to."""
         case = Case(16, (2, 1), head_dim, num_tokens=9, num_rows=3, max_len=48)
         inputs = make_inputs(case, [Sequence(5, 21), Sequence(1, 33), Sequence(3, 3)], 10, np.nan, None)
         check(case, implementation, inputs)
 
-    @pytest.mark.parametrize("block_size", [1, 2, 5, 7, 12, 24, 32, 64, 100, 256, 509, 512])
+    @each(block_size=[1, 2, 5, 7, 12, 24, 32, 64, 100, 256, 509, 512], quick=[7, 24, 512])
     def test_page_sizes(self, block_size, implementation):
         case = Case(
             block_size, (2, 1), 16, num_tokens=24, num_rows=3, max_len=max(80, block_size + 3), dtype="bfloat16"
@@ -182,8 +212,7 @@ def test_tiles_change_nothing(implementation, tiles):
         check(case, implementation, make_inputs(case, sequences, 12, np.nan, window), tiles=tiles)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
-@pytest.mark.parametrize("window", [1, 4, 5])
+@each(window=[1, 4, 5], quick=[5], names=IMPLEMENTATION_NAMES)
 def test_a_window_of_w_shows_exactly_w_keys(window, implementation):
     """S02. With queries of 0 all weights are equal, and one-hot values tell which keys had one."""
     case = Case(3, (2, 1), 32, num_tokens=64, num_rows=4, max_len=32, layers=1, tiles=(7, 5), window=window)
