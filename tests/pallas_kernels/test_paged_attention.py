@@ -13,6 +13,7 @@ from ragged_batches import (
     CASES,
     EXAMPLES,
     FAST,
+    IMPLEMENTATION_NAMES,
     POISONS,
     Case,
     Sequence,
