@@ -12,7 +12,6 @@ failure.
 
 import argparse
 import contextlib
-import glob
 import importlib.util
 import itertools
 import os
@@ -82,7 +81,9 @@ class Case:
     block_size: int
     head_dim: int
     batch: str
-    """"decode": 64 sequences with one query each; "mixed": 128 queries of up to 32 sequences."""
+    """"decode": 64 sequences with one query each; "mixed": 128 queries of up to 32 sequences; "long": 2 decodes."""
+    features: str = "none"
+    """"all": a traced window, a soft cap, sinks and ALiBi slopes."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,21 @@ class Resources:
 
 
 def all_cases(targets: Sequence[str] = TARGETS) -> list[Case]:
-    """The whole grid. Page size 8 is quantised as fp8 and the others as int8."""
+    """The whole grid: the plain kernels, and with all features wider heads, odd pages and long decodes (whose keys are
+    split on a GPU). Page size 8 is quantised as fp8 and the others as int8."""
     types = [("bfloat16", False), ("float32", False), ("bfloat16", True)]
+    plain = ((1, 8, 16, 64, 128), (64, 128), ("decode", "mixed"), ("none",))
+    featured = ((5, 16, 512), (64, 128, 256), ("mixed", "long"), ("all",))
     cases = []
     for target in targets:
-        grid = itertools.product(KERNELS[target], types, (1, 8, 16, 64, 128), (64, 128), ("decode", "mixed"))
-        for kernel, (dtype, is_quantized), block_size, head_dim, batch in grid:
+        grid = [*itertools.product(KERNELS[target], types, *plain)]
+        grid += itertools.product([k for k in KERNELS[target] if not k.endswith("write")], types, *featured)
+        for kernel, (dtype, is_quantized), block_size, head_dim, batch, features in grid:
             if kernel == "mosaic_tpu_write" and batch == "decode":  # a token is a token to it
                 continue
             quantized = "float8_e4m3fn" if block_size == 8 else "int8"
             kv_dtype = quantized if is_quantized else dtype
-            cases.append(Case(target, kernel, dtype, kv_dtype, block_size, head_dim, batch))
+            cases.append(Case(target, kernel, dtype, kv_dtype, block_size, head_dim, batch, features))
     return cases
 
 
@@ -170,18 +175,21 @@ def compile_for(
     return lowered.compile(compiler_options=options)
 
 
-def compile_case(case: Case) -> Resources:
-    """Compile one case and read what it needs off the compilers' own reports.
+def compile_case(case: Case, folder: Path) -> Resources:
+    """Compile one case and read what it needs off the compilers' own reports in `folder` (of `compilers_reports`).
 
     Raises:
-        RuntimeError: when registers spill.
+        RuntimeError: when registers spill, or when Mosaic GPU does not say whether they do.
     """
     function, arguments = _call(case)
-    with _compilers_reports() as folder:
-        start = time.perf_counter()
-        compiled = compile_for(case.target, function, *arguments, donate=(0,) if case.kernel.endswith("write") else ())
-        seconds = time.perf_counter() - start
-        registers, spilled, memory = _read_reports(folder) if case.target == "h200" else (None, None, _vmem(compiled))
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    start = time.perf_counter()
+    compiled = compile_for(case.target, function, *arguments, donate=(0,) if case.kernel.endswith("write") else ())
+    seconds = time.perf_counter() - start
+    registers, spilled, memory = _read_reports(folder) if case.target == "h200" else (None, None, _vmem(compiled))
+    if spilled is None and case.kernel == "mosaic_gpu":
+        raise RuntimeError(f"no report on the registers of {case}: look for what changed in MOSAIC_GPU_DUMP_PTXAS")
     if spilled:
         raise RuntimeError(f"{case.kernel} spills {spilled} bytes of registers for each thread: {case}")
     return Resources(registers, spilled, memory, compiled.memory_analysis().temp_size_in_bytes, seconds)
@@ -190,9 +198,9 @@ def compile_case(case: Case) -> Resources:
 def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct]]:
     """32 query heads on 8 KV heads, contexts of up to 4096 tokens: the function and its arguments."""
     num_heads, num_kv_heads, layers = 32, 8, 2
-    num_tokens, num_rows = (64, 64) if case.batch == "decode" else (128, 32)
+    num_tokens, num_rows = {"decode": (64, 64), "mixed": (128, 32), "long": (2, 2)}[case.batch]
     # a page size of 1 with the longest contexts would not fit a TPU's scalar memory, which is a refusal of its own
-    width = min(4096 // case.block_size, 1024)
+    width = min(-(-4096 // case.block_size), 1024)
     blocks_per_layer = 1 + 4 * width
     dtype, kv_dtype, int32 = jnp.dtype(case.dtype), jnp.dtype(case.kv_dtype), jnp.dtype("int32")
     page = page_shape(
@@ -209,7 +217,7 @@ def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct]
         write = partial(write_kv_pages, layer=1, blocks_per_layer=blocks_per_layer, implementation="mosaic_tpu")
         return write, [pages, rows, rows, where, where]
 
-    def attend(q, kv_pages, kv_lens, block_tables, cu_q_lens, num_seqs, kv_scales):
+    def attend(q, kv_pages, kv_lens, block_tables, cu_q_lens, num_seqs, kv_scales, window, sinks, slopes):
         return ragged_paged_attention(
             q,
             kv_pages,
@@ -221,6 +229,10 @@ def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct]
             blocks_per_layer=blocks_per_layer,
             num_kv_heads=num_kv_heads,
             scale=case.head_dim**-0.5,
+            sliding_window=window,
+            logit_soft_cap=None if window is None else 30.0,
+            sinks=sinks,
+            alibi_slopes=slopes,
             kv_scales=kv_scales,
             implementation=case.kernel,
         )
@@ -228,7 +240,11 @@ def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct]
     scales = None if case.kv_dtype == case.dtype else jax.ShapeDtypeStruct(pages.shape[:3], jnp.dtype("float32"))
     shapes = [(num_rows,), (num_rows, width), (num_rows + 1,), (1,)]
     q = jax.ShapeDtypeStruct((num_tokens, num_heads, case.head_dim), dtype)
-    return attend, [q, pages, *(jax.ShapeDtypeStruct(shape, int32) for shape in shapes), scales]
+    features = [None] * 3
+    if case.features == "all":
+        by_head = jax.ShapeDtypeStruct((num_heads,), jnp.dtype("float32"))
+        features = [jax.ShapeDtypeStruct((), int32), by_head, by_head]
+    return attend, [q, pages, *(jax.ShapeDtypeStruct(shape, int32) for shape in shapes), scales, *features]
 
 
 @cache
@@ -261,46 +277,49 @@ def _ptxas() -> Path:
     return _cuda_folder() / "bin" / "ptxas"
 
 
-def dump_ptx(folder: str) -> None:
-    """Have XLA write the PTX of its own kernels to a folder: only before JAX first compiles anything."""
-    flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-
-
 @contextlib.contextmanager
-def _compilers_reports() -> Iterator[str]:
-    """A folder for what Mosaic GPU reports of one compilation, and XLA if it was told to by `dump_ptx`."""
-    told = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    with contextlib.ExitStack() as stack:
-        folder = told[1] if told else stack.enter_context(tempfile.TemporaryDirectory())
-        settings = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
+def compilers_reports(*, of_xla: bool = False) -> Iterator[Path]:
+    """A temporary folder for what Mosaic GPU reports of its kernels, and XLA of its own if `of_xla`.
+
+    XLA reads its flags when JAX first compiles anything, and only then: `of_xla` is for a process of its own.
+    """
+    settings = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
+    with tempfile.TemporaryDirectory() as name:
+        settings["MOSAIC_GPU_DUMP_TO"] = name
+        if of_xla:
+            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={name} --xla_dump_emitter_re=ptx"
+            settings["XLA_FLAGS"] = flags.strip()
+        before = {key: os.environ.get(key) for key in settings}
         os.environ.update(settings)
         try:
-            yield folder
+            yield Path(name)
         finally:
-            for name in settings:
-                del os.environ[name]
-            for path in map(Path, glob.glob(f"{folder}/*")):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for key, value in before.items():
+                if value is None:
+                    del os.environ[key]
+                else:
+                    os.environ[key] = value
 
 
-def _read_reports(folder: str) -> tuple[int | None, int | None, int | None]:
+def _read_reports(folder: Path) -> tuple[int | None, int | None, int | None]:
     """Registers, spilled bytes and shared memory of the attention kernel, the largest of each."""
-    logs = [Path(path).read_text() for path in glob.glob(f"{folder}/*.ptxas")]
-    for path in glob.glob(f"{folder}/module_*.ptx"):
-        if "ragged_paged_attention" in Path(path).read_text():
-            command = [str(_ptxas()), "-v", "-arch=sm_90a", path, "-o", os.devnull]
+    logs = [path.read_text() for path in folder.glob("*.ptxas")]
+    for path in folder.glob("module_*.ptx"):
+        if "ragged_paged_attention" in path.read_text():
+            command = [str(_ptxas()), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
             logs.append(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
     text = "\n".join(logs)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
-    memory = [
-        int(n)
-        for path in glob.glob(f"{folder}/*resources.txt")
-        for n in re.findall(r"smem_scratch_bytes=(\d+)", Path(path).read_text())
+    found = [
+        (pattern, path.read_text())
+        for pattern, files in (
+            (r"smem_scratch_bytes=(\d+)", "*resources.txt"),
+            (r"ragged_paged_attention.*shared_memory: (\d+)", "*.thunk_sequence.txt"),
+        )
+        for path in folder.glob(files)
     ]
-    for path in glob.glob(f"{folder}/*.thunk_sequence.txt"):
-        memory += [int(n) for n in re.findall(r"ragged_paged_attention.*shared_memory: (\d+)", Path(path).read_text())]
+    memory = [int(n) for pattern, text in found for n in re.findall(pattern, text)]
     return max(registers, default=None), max(spilled, default=None), max(memory, default=None)
 
 
@@ -313,7 +332,7 @@ def _vmem(compiled: jax.stages.Compiled) -> int | None:
 
 def _row(case: Case, result: Resources | str) -> str:
     name = case.dtype if case.kv_dtype == case.dtype else f"{case.dtype}, {case.kv_dtype} pages"
-    cells = [case.target, case.kernel, name, str(case.block_size), str(case.head_dim), case.batch]
+    cells = [case.target, case.kernel, name, str(case.block_size), str(case.head_dim), case.batch, case.features]
     if isinstance(result, str):
         cells += ["", "", "", "", result]
     else:
@@ -324,8 +343,9 @@ def _row(case: Case, result: Resources | str) -> str:
 
 
 _HEADER = (
-    "| target | kernel | types | page | head_dim | batch | registers | memory, KiB | temporary, MiB | seconds | |\n"
-    "|---|---|---|--:|--:|---|--:|--:|--:|--:|---|"
+    "| target | kernel | types | page | head_dim | batch | features "
+    "| registers | memory, KiB | temporary, MiB | seconds | |\n"
+    "|---|---|---|--:|--:|---|---|--:|--:|--:|--:|---|"
 )
 
 
@@ -348,11 +368,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.pairwise:
         cases = pairwise(cases)
     rows, failures, start = [_HEADER], 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        dump_ptx(folder)
+    with compilers_reports(of_xla=True) as folder:
         for done, case in enumerate(cases):
             try:
-                result: Resources | str = compile_case(case)
+                result: Resources | str = compile_case(case, folder)
             except Exception as error:  # whatever a compiler says against a kernel belongs in the table
                 failures += 1
                 result = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".replace("|", "/")

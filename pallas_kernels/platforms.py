@@ -1,5 +1,6 @@
 """The platform that traced code will run on."""
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -22,4 +23,6 @@ def target_platform() -> Platform:
     name = jax.default_backend()
     if name != "gpu":
         return Platform(name)
-    return Platform(name, float(getattr(jax.devices()[0], "compute_capability", 0.0)))
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    # AMD's are names, such as gfx942: no kernel here is for those
+    return Platform(name, float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0)

@@ -86,12 +86,10 @@ class JaxExecutor:
         self._options = AttentionOptions(1 + num_blocks, attention_implementation, interpret_attention, debug)
         self._step = partial(engine_step, graph, self._options)
         backend = page_backend(attention_implementation)
-        self._pages: Pages = tuple(
-            allocate_pages(
-                group.num_layers * (1 + num_blocks), group_page_shape(group, block_size, kv_dtype, backend), kv_dtype
-            )
+        page_shapes = [
+            (group.num_layers * (1 + num_blocks), group_page_shape(group, block_size, kv_dtype, backend))
             for group in model.cache_groups
-        )
+        ]
         self._sampling = init_sampling_state(max_num_seqs)
         self._buckets = buckets
         self._builder = BatchBuilder(
@@ -102,7 +100,8 @@ class JaxExecutor:
         )
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         if attention_implementation is not None:
-            self._check_attention()
+            self._check_attention([jax.ShapeDtypeStruct((rows, *page), kv_dtype) for rows, page in page_shapes])
+        self._pages: Pages = tuple(allocate_pages(rows, page, kv_dtype) for rows, page in page_shapes)
         self._poison = self._compile_poison() if debug else None
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
@@ -168,10 +167,10 @@ class JaxExecutor:
         step = jax.jit(self._step, donate_argnums=(1, 2))
         return step.lower(self._weights, self._pages, self._sampling, self._builder.empty(bucket))
 
-    def _check_attention(self) -> None:
+    def _check_attention(self, pages: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Raise ValueError if the attention that was asked for cannot serve this model's shapes here."""
         for bucket in {self._buckets[0], self._buckets[-1]}:
-            jax.eval_shape(self._step, self._weights, self._pages, self._sampling, self._builder.empty(bucket))
+            jax.eval_shape(self._step, self._weights, tuple(pages), self._sampling, self._builder.empty(bucket))
 
     def _compile_poison(self) -> jax.stages.Compiled:
         def poison(pages: Pages, block_ids: Int[Array, "P"]) -> Pages:

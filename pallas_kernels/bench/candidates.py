@@ -15,10 +15,13 @@ from jax import lax
 from pallas_kernels.bench.cases import CONTIGUOUS_PAGE, FOREIGN, Batch, Point, Settings, kernel_of, make_batch
 from pallas_kernels.paged_attention import page_backend, ragged_paged_attention
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
-"""Largest difference to the reference, on values of up to about 4: sums in another order, and rounded probabilities and
-results in the 16-bit types."""
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
+"""Largest difference to the reference as a share of the largest element of the same query and head: sums in another
+order, and rounded probabilities and results in the 16-bit types. The coarser one of queries and pages counts; one-byte
+types are exact in bfloat16."""
 _MIXED = [1, 5, 1, 17, 1], [37, 5, 130, 64, 1]
+_LONG_DECODES = [1, 1], [1300, 1111]
+"""Few and long: what is timed is decodes, and kernels may lay those out in another way and split their keys."""
 _EQUAL_DECODES = [1] * 4, [100] * 4
 
 
@@ -36,23 +39,25 @@ def prepare(point: Point, settings: Settings, batches: dict[Any, Batch]) -> Cand
 
 
 def check(point: Point, settings: Settings, answers: dict[Any, np.ndarray]) -> str | None:
-    """Compare with the reference on a small batch: the sentence to stop with, or None. `answers` keeps the reference's.
+    """Compare with the reference on small batches: the sentence to stop with, or None. `answers` keeps the reference's.
 
-    Ours get prefill chunks and decodes in one batch, with NaN in all slots that no query sees; the others get what all
-    of them can do, decodes of equal length without NaN.
+    Ours get prefill chunks and decodes in one batch, then a few long decodes, with NaN in all slots that no query sees;
+    the others get what all of them can do, decodes of equal length without NaN.
     """
     ours = point.implementation not in FOREIGN
-    q_lens, kv_lens = _MIXED if ours else _EQUAL_DECODES
-    batches: dict[Any, Batch] = {}
-    out = _candidate(point, settings, q_lens, kv_lens, batches, poisoned=ours).output()
-    ((key, batch),) = batches.items()
-    key = key, ours
-    if key not in answers:
-        answers[key] = np.asarray(_attend("reference", None, settings, batch, batch.q), np.float64)
-    difference = np.abs(out - answers[key]).max()
-    if difference <= TOLERANCE[settings.dtype]:  # false for NaN, too
-        return None
-    return f"differs from the reference by {difference:.3g}, more than {TOLERANCE[settings.dtype]:g}"
+    tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in (settings.dtype, settings.kv_dtype))
+    for q_lens, kv_lens in (_MIXED, _LONG_DECODES) if ours else (_EQUAL_DECODES,):
+        batches: dict[Any, Batch] = {}
+        out = _candidate(point, settings, q_lens, kv_lens, batches, poisoned=ours).output()
+        ((key, batch),) = batches.items()
+        key = key, ours, len(q_lens)
+        if key not in answers:
+            answers[key] = np.asarray(_attend("reference", None, settings, batch, batch.q), np.float64)
+        largest = np.abs(answers[key]).max(axis=-1)
+        difference = (np.abs(out - answers[key]).max(axis=-1) / largest).max()
+        if not difference <= tolerance:  # NaN, too
+            return f"differs from the reference by {difference:.3g} of the largest element, more than {tolerance:g}"
+    return None
 
 
 def _candidate(
@@ -80,7 +85,7 @@ def _candidate(
 
 
 def _chained(attend: Callable[[Any, jax.Array], jax.Array], arguments: Any) -> Candidate:
-    """n calls in one program. What a call does with positions and tables alone may be done once for all of them."""
+    """n calls in one program. What a call does with positions, tables and scales alone may be done once for all."""
     loop = jax.jit(lambda n, q, rest: lax.fori_loop(0, n, lambda _, q: attend(rest, q), q))
 
     def run(n: int) -> jax.Array:

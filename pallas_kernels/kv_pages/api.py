@@ -38,8 +38,8 @@ def write_kv_pages(
     which nobody reads; all other (block, offset) pairs must differ. `interpret` as in `ragged_paged_attention`.
 
     Raises:
-        ValueError: for pages that are too small for the keys, and for quantised pages given other numbers (see
-            `quantize_rows`).
+        ValueError: for pages that are too small for the keys, for quantised pages given other numbers (see
+            `quantize_rows`), and for a kernel that is asked for by name and cannot write these pages here.
     """
     _, num_kv_heads, head_dim = keys.shape
     if kv_pages.shape[2] < 2 * num_kv_heads or kv_pages.shape[3] < head_dim:
@@ -49,9 +49,16 @@ def write_kv_pages(
         )
     if kv_pages.dtype.itemsize == 1 and keys.dtype != kv_pages.dtype:
         raise ValueError(f"pages of {kv_pages.dtype} hold what quantize_rows returns, not {keys.dtype}")
-    name = implementation or ("mosaic_tpu" if target_platform().name == "tpu" else "xla")
-    options = {}
+    is_tpu = target_platform().name == "tpu"
+    name, options = implementation, {}
+    if name is None:
+        name = "mosaic_tpu" if is_tpu and _load("mosaic_tpu").refusal(kv_pages, keys) is None else "xla"
     if name == "mosaic_tpu":
+        problem = _load(name).refusal(kv_pages, keys)
+        if problem is None and not (is_tpu or interpret):
+            problem = "it is for a TPU; interpret=True runs it anywhere, slowly"
+        if problem is not None:
+            raise ValueError(f"page implementation {name!r} cannot serve this call: {problem}")
         options["interpret"] = interpret
     elif interpret:
         raise ValueError("interpret has no effect unless implementation names a kernel: leave it unset")

@@ -19,7 +19,7 @@ def page_shape(
     Rows are K and V interleaved by head, `2 * num_kv_heads`, and lanes are `head_dim`; both padded where the backend's
     kernels need it. What lies in the padding has no meaning, but for the lanes of a written row, which are zeros.
 
-    "cpu" pads nothing. "gpu" ("cuda") wants lanes in multiples of 64, the width of a swizzled tile. "tpu" wants lanes
+    "cpu" pads nothing. "gpu" wants lanes in multiples of 64, the width of a swizzled tile. "tpu" wants lanes
     in multiples of 128 and rows that fill a tile: 2 (not for one-byte types), 4, or a multiple of 8. With any other
     number XLA keeps the pages in another layout than Mosaic reads, and copies the whole cache at each call.
 
@@ -29,7 +29,7 @@ def page_shape(
     rows = 2 * num_kv_heads
     if backend == "cpu":
         return block_size, rows, head_dim
-    if backend in ("gpu", "cuda"):
+    if backend == "gpu":
         return block_size, rows, _round_up(head_dim, 64)
     if backend == "tpu":
         if rows > 4:
@@ -37,7 +37,7 @@ def page_shape(
         elif jnp.dtype(dtype).itemsize == 1:
             rows = 4
         return block_size, rows, _round_up(head_dim, 128)
-    raise ValueError(f"no page shape for backend {backend!r}; known: cpu, gpu (or cuda), tpu")
+    raise ValueError(f"no page shape for backend {backend!r}; known: cpu, gpu, tpu")
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_pages import xla
+from pallas_kernels.kv_pages.shape import page_shape
 from pallas_kernels.kv_pages.xla import copy_pages, gather_pages, scatter_pages, write_kv_scales
 
 __all__ = ["copy_pages", "gather_pages", "scatter_pages", "write_kv_pages", "write_kv_scales"]
@@ -20,23 +20,32 @@ MAX_TOKENS = 65536
 """Of one call: each takes 12 bytes of the scalar memory's 1 MiB."""
 
 
-def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer, interpret):
-    """See `pallas_kernels.kv_pages.api.write_kv_pages`. Padded tokens are not written at all.
-
-    Raises:
-        ValueError: for more than MAX_TOKENS tokens.
-    """
-    if kv_pages.dtype == jnp.float16:  # no type of a TPU's kernels, but of its XLA operations
-        return xla.write_kv_pages(
-            kv_pages, keys, values, block_ids, offsets, layer=layer, blocks_per_layer=blocks_per_layer
+def refusal(kv_pages: jax.Array, keys: jax.Array) -> str | None:
+    """Why the kernel cannot write these keys [T, Hkv, D] into these pages: one sentence with the remedy, or None."""
+    _, num_kv_heads, head_dim = keys.shape
+    block_size = kv_pages.shape[1]
+    wanted = page_shape(
+        "tpu", block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=jnp.dtype(kv_pages.dtype)
+    )
+    if kv_pages.dtype == jnp.float16:
+        return "a TPU's kernels have no float16: use pages of bfloat16 or float32"
+    if kv_pages.shape[1:] != wanted:
+        return (
+            f"a page has shape {kv_pages.shape[1:]} where a TPU's has {wanted}: allocate pages with the shape that "
+            "page_shape('tpu', ...) returns"
         )
-    num_tokens, num_kv_heads, head_dim = keys.shape
-    rows, lanes = kv_pages.shape[2:]
-    if num_tokens > MAX_TOKENS:
-        raise ValueError(
-            f"{num_tokens} tokens are more than the {MAX_TOKENS} whose slots fit the scalar memory (SMEM) of a TPU: "
+    if keys.shape[0] > MAX_TOKENS:
+        return (
+            f"{keys.shape[0]} tokens are more than the {MAX_TOKENS} whose slots fit the scalar memory (SMEM) of a TPU: "
             "write them in several calls"
         )
+    return None
+
+
+def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer, interpret):
+    """See `pallas_kernels.kv_pages.api.write_kv_pages`. Padded tokens are not written at all."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    rows, lanes = kv_pages.shape[2:]
     kv = jnp.stack([keys, values], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     kv = jnp.pad(kv, ((0, 0), (0, rows - 2 * num_kv_heads), (0, lanes - head_dim))).astype(kv_pages.dtype)
     first_row = jnp.asarray(layer * blocks_per_layer, jnp.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.checks import check_block_tables
 from pallas_kernels.paged_attention.pick import KERNELS, load_implementation, pick_implementation
@@ -56,7 +57,7 @@ def ragged_paged_attention(
         blocks_per_layer: rows of `kv_pages` per layer, the null block included.
         scale: multiplies the scores, usually `D ** -0.5`.
         num_kv_heads: how many of the pages' rows are keys (and as many values); None: half of them, no row is padding.
-        sliding_window: a query sees at most this many keys, its own included.
+        sliding_window: a query sees at most this many keys, its own included: at least 1.
         logit_soft_cap: scores become `cap * tanh(score / cap)` before the mask.
         sinks: a logit of each query head that takes its share of the softmax and has no value (GPT-OSS).
         alibi_slopes: adds `slope * (key position - query position)` to the capped score (Press et al., 2022).
@@ -84,6 +85,12 @@ def ragged_paged_attention(
             if shapes.is_quantized
             else f"kv_scales have no effect on pages of {shapes.kv_dtype}: leave them unset"
         )
+    if isinstance(sliding_window, int) and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}: a query sees at least itself; None is no window")
+    if sliding_window is not None and not isinstance(sliding_window, int):
+        sliding_window = jnp.maximum(sliding_window, 1)  # what is traced cannot be refused
+    if logit_soft_cap is not None and logit_soft_cap <= 0:
+        raise ValueError(f"logit_soft_cap is {logit_soft_cap}, which is not above 0: None is no cap")
     choice = pick_implementation(shapes, implementation=implementation, tiles=tiles, interpret=interpret)
     if debug:
         check_block_tables(block_tables, kv_lens, num_seqs, shapes.block_size, blocks_per_layer)

@@ -46,8 +46,8 @@ def ragged_paged_attention(
     type in whole groups of 8 tokens go straight to wgmma; other page sizes and quantised pages are repacked first, and
     slower; float32 queries, or pages of another float type, are multiplied without wgmma, which is slow.
 
-    `tiles` is (query tokens, key tokens), with at most 64 // G query tokens and 64 or 128 keys; None picks 64 // G and
-    64 (32 where wgmma is not used). `interpret` is False, True or a `plgpu.InterpretGPUParams`.
+    `tiles` is (query tokens, key tokens), with at most 64 // G query tokens and 64 or 128 keys. `interpret` is False,
+    True or a `plgpu.InterpretGPUParams`.
     """
     shapes = attention_shapes(q, kv_pages, block_tables, num_kv_heads)
     plan = plan_call(shapes, tiles)._replace(scale=scale, soft_cap=logit_soft_cap)
@@ -124,9 +124,11 @@ def _scratch(plan: Plan) -> dict[str, Any]:
         "q_full": plgpu.Barrier(num_arrivals=plan.pieces),
         "full": plgpu.Barrier(num_arrivals=plan.arrivals, num_barriers=plan.barriers),
         "consumed": plgpu.Barrier(num_arrivals=NUM_CONSUMERS if plan.by_columns else 1, num_barriers=plan.stages),
-        "peers": plgpu.Barrier(num_barriers=NUM_CONSUMERS),
     }
-    if not plan.by_columns:
+    if plan.by_columns:
+        scratch["meeting"] = plgpu.Barrier(num_arrivals=NUM_CONSUMERS)
+    else:
+        scratch["peers"] = plgpu.Barrier(num_barriers=NUM_CONSUMERS)
         scratch["peer_out"] = swizzled(NUM_ROWS, plan.piece, dtype=jnp.float32)
         scratch["peer_rows"] = plgpu.SMEM((2, NUM_ROWS), jnp.float32)
     if plan.wgmma:

@@ -35,10 +35,14 @@ def own_piece(plan, thread, c):
     return thread * plan.own_pieces + c if plan.by_columns else c
 
 
-def meet(scratch, thread):
-    """Wait for the other consumer."""
-    plgpu.barrier_arrive(scratch["peers"].at[thread])
-    plgpu.barrier_wait(scratch["peers"].at[1 - thread])
+def meet(scratch):
+    """Wait for the other consumer.
+
+    Both wait for one barrier that both arrive at, so that neither can be at the next meeting while the other still
+    looks for the end of this one.
+    """
+    plgpu.barrier_arrive(scratch["meeting"])
+    plgpu.barrier_wait(scratch["meeting"])
 
 
 def _weigh(plan, products, distance, slopes):
@@ -97,7 +101,7 @@ def fold_tile(plan, span, scratch, thread, slot, start, part, query_pos, slopes,
                         smem[c, :, columns] = cleared(plgpu.load(smem.at[c, :, columns], layout=WIDE))
             plgpu.commit_smem()
             if plan.by_columns:
-                meet(scratch, thread)
+                meet(scratch)
 
     def multiply(ref):
         if plan.repack or plan.pieces > 2:

@@ -79,7 +79,7 @@ def attend(plan, refs, *outs, **scratch):
         acc, peak, total = _consume_tiles(plan, span, refs, scratch, thread)
 
         if plan.by_columns:
-            meet(scratch, thread)  # The other one is done with the queries, too.
+            meet(scratch)  # The other one is done with the queries, too.
             _write(plan, span, acc, peak, total, outs, scratch, thread)
         else:
 

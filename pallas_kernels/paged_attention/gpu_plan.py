@@ -105,7 +105,8 @@ def num_splits(num_tiles: int, num_kv_heads: int, table_width: int, block_size: 
 def plan_call(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> Plan:
     """How a call of these shapes runs; `stages` < 1 if its key tiles do not fit into shared memory."""
     same = shapes.kv_dtype == shapes.dtype
-    wgmma = shapes.dtype.itemsize == 2 and (same or shapes.is_quantized)
+    # float16 does not hold a small probability times the scale of a value: with quantised pages it is no 16-bit product
+    wgmma = shapes.dtype.itemsize == 2 and (same or (shapes.is_quantized and shapes.dtype == jnp.bfloat16))
     query_tokens, key_tile = tiles or DEFAULT_TILES["mosaic_gpu" if wgmma else "mosaic_gpu, float32"]
     query_tokens = query_tokens or NUM_ROWS // shapes.group
     unit = math.gcd(shapes.block_size, key_tile)

@@ -268,8 +268,12 @@ def _width(shapes: AttentionShapes) -> int:
 
 
 def _compute_type(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Of the products' operands: the queries', which holds any one-byte type, or float32 if the pages differ."""
-    return jnp.dtype(dtype if kv_dtype.itemsize == 1 or kv_dtype == dtype else jnp.float32)
+    """Of the products' operands: the queries' if that is the pages', or bfloat16 over one-byte pages; else float32.
+
+    float16 does not hold a small probability times the scale of a value.
+    """
+    narrow = kv_dtype == dtype or (kv_dtype.itemsize == 1 and dtype == jnp.bfloat16)
+    return jnp.dtype(dtype if narrow else jnp.float32)
 
 
 def _power_of_two(size: int) -> int:

@@ -72,6 +72,8 @@ def pick_implementation(
     Raises:
         ValueError: for an unknown name, or one that cannot serve the shapes here, with the reason.
     """
+    if tiles is not None and min(tiles) < 1:
+        raise ValueError(f"tiles are (query tokens, key tokens), each at least 1, not {tiles}")
     platform = target_platform() if platform is None else platform
     if implementation is not None:
         load_implementation(implementation)
@@ -104,7 +106,8 @@ def _problem(
             return "tiles have no effect on the reference implementation: leave them unset"
         return None
     if interpret and name == "mosaic_gpu":
-        threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+        set_by_hand = os.environ.get("NPROC", "")
+        threads = int(set_by_hand) if set_by_hand.isdecimal() else os.cpu_count() or 1
         if threads < _INTERPRETER_THREADS:
             return (
                 f"its interpreter wants {_INTERPRETER_THREADS} threads of XLA's, one for each warp group that waits, "

@@ -61,7 +61,10 @@ def _plan(shapes: AttentionShapes, tiles: tuple[int, int] | None) -> _Plan:
     if tiles is not None:
         return _plan_of_tiles(shapes, *tiles)
     query_tokens, key_tokens = DEFAULT_TILES["mosaic_tpu"]
-    query_tokens = query_tokens or max(1, MATRIX_ROWS // shapes.group)
+    # As many tokens as sequences are most often decodes only. Chunks among them are served too, slowly: each of their
+    # queries reads the keys for itself.
+    is_decode = shapes.num_tokens == shapes.num_sequences
+    query_tokens = 1 if is_decode else query_tokens or max(1, MATRIX_ROWS // shapes.group)
     for shrunk in (1, 2, 4, 8):
         plan = _plan_of_tiles(shapes, max(1, query_tokens // shrunk), max(LANES, key_tokens // shrunk))
         if _vmem_bytes(shapes, plan) <= VMEM_BUDGET:
@@ -74,9 +77,7 @@ def _plan_of_tiles(shapes: AttentionShapes, query_tokens: int, key_tokens: int) 
     both_bfloat16 = shapes.dtype == jnp.bfloat16 and (shapes.is_quantized or shapes.kv_dtype == jnp.bfloat16)
     compute_dtype = jnp.dtype(jnp.bfloat16 if both_bfloat16 else jnp.float32)
     sublanes = 16 if both_bfloat16 else 8
-    # as many tokens as sequences: decodes only, but for padding
-    is_decode = shapes.num_tokens == shapes.num_sequences
-    tokens_per_tile = 1 if is_decode else min(query_tokens, shapes.num_tokens)
+    tokens_per_tile = min(query_tokens, shapes.num_tokens)
     key_tile = key_tokens // shapes.block_size * shapes.block_size or key_tokens
     return _Plan(
         compute_dtype=compute_dtype,

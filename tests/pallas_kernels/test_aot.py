@@ -10,7 +10,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.aot import TARGETS, all_cases, compile_case, compile_for, main, pairwise, unavailable
+from pallas_kernels.aot import (
+    TARGETS,
+    all_cases,
+    compile_case,
+    compile_for,
+    compilers_reports,
+    main,
+    pairwise,
+    unavailable,
+)
 
 
 def needs_compilers(target: str) -> None:
@@ -23,9 +32,11 @@ def needs_compilers(target: str) -> None:
 def test_kernels_compile(case):
     """Registers that spill, memory that overflows, and what a tile cannot be, are errors here."""
     needs_compilers(case.target)
-    resources = compile_case(case)
+    with compilers_reports() as folder:
+        resources = compile_case(case, folder)
     if case.target == "h200":
-        assert resources.spilled_bytes in (0, None)  # None: XLA's own PTX is dumped only by the command
+        # a spill of Triton's is the compiler's error; the registers of XLA's own PTX are only the command's to report
+        assert resources.spilled_bytes == (0 if case.kernel == "mosaic_gpu" else None)
     else:
         assert resources.memory_bytes is not None
 

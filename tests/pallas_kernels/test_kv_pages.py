@@ -81,6 +81,10 @@ class TestImplementation:
         keys = jnp.full((1, KV_HEADS, HEAD_DIM), 1.001)
         where = jnp.ones(1, jnp.int32)
         empty = jnp.zeros((BLOCKS, *random_pages(0, implementation).shape[1:]), dtype)
+        if (implementation, dtype) == ("mosaic_tpu", "float16"):
+            with pytest.raises(ValueError, match="a TPU's kernels have no float16: use pages of bfloat16 or float32"):
+                writer(implementation)(empty, keys, -keys, where, where, layer=0, blocks_per_layer=BLOCKS)
+            return
         pages = writer(implementation)(empty, keys, -keys, where, where, layer=0, blocks_per_layer=BLOCKS)
         assert pages.dtype == dtype
         slot = pages[1, 1, : 2 * KV_HEADS, :HEAD_DIM]
@@ -183,6 +187,16 @@ def test_quantised_pages_refuse_other_numbers():
         write_kv_pages(pages, jnp.ones((1, 1, 2)), jnp.ones((1, 1, 2)), ids, ids, layer=0, blocks_per_layer=4)
     with pytest.raises(ValueError, match="float16 is no quantised type: use int8 or float8_e4m3fn"):
         quantize_rows(jnp.ones((1, 1, 2)), jnp.dtype("float16"))
+
+
+def test_the_kernel_is_refused_where_it_cannot_run():
+    pages, ids = jnp.zeros((4, 16, 2, 128)), jnp.zeros(1, jnp.int32)
+    rows = jnp.ones((1, 1, 64))
+    options = {"layer": 0, "blocks_per_layer": 4, "implementation": "mosaic_tpu"}
+    with pytest.raises(ValueError, match="cannot serve this call: it is for a TPU; interpret=True runs it anywhere"):
+        write_kv_pages(pages, rows, rows, ids, ids, **options)
+    with pytest.raises(ValueError, match=r"a page has shape \(16, 2, 64\) where a TPU's has \(16, 2, 128\)"):
+        write_kv_pages(pages[..., :64], rows, rows, ids, ids, interpret=True, **options)
 
 
 def test_pages_that_are_too_small():

@@ -234,6 +234,23 @@ def test_a_window_of_w_shows_exactly_w_keys(window, implementation):
             token += 1
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATION_NAMES)
+def test_a_long_tail_of_small_weights_is_not_lost_in_float16(implementation):
+    """Values with a small scale, behind one strong key of value 0: a weight times the scale underflows."""
+    case = Case(64, (1, 1), 16, num_tokens=1, num_rows=1, max_len=1024, layers=1, dtype="float16", kv_dtype="int8")
+    inputs = make_inputs(case, [Sequence(1, 1000)], 13, np.nan, None)
+    pages, scales = inputs.kv_pages, inputs.kv_scales
+    rows = inputs.block_tables[0]
+    pages[rows], scales[rows, :, 0], scales[rows, :, 1] = 0, 1.0, 1e-4
+    pages[rows, :, 1] = 100
+    pages[rows[0], 0, 0], pages[rows[0], 0, 1] = 36, 0
+    q = np.zeros_like(inputs.q)
+    q[..., :] = 0.0625  # 36 * 16 * 0.0625 / 4 = 9
+    expected = 999 * 100 * 1e-4 / (999 + np.exp(9.0))
+    out = run(case, implementation, replace(inputs, q=q))
+    np.testing.assert_allclose(out, expected, rtol=5e-3)
+
+
 def test_poison_that_a_later_query_sees_does_not_reach_earlier_ones():
     """The reference alone promises it. The others guard whole tiles: what one query of a chunk sees, its earlier
     ones multiply by 0."""
@@ -311,6 +328,9 @@ def call(
         ({"implementation": "mosaic_gpu"}, "cannot serve this call: it is for a GPU, not a CPU"),
         ({"implementation": "triton"}, "cannot serve this call: it is for a GPU, not a CPU"),
         ({"implementation": "xla", "interpret": True}, "it is no Pallas kernel, so interpret has no effect on it"),
+        ({"tiles": (0, 16)}, r"tiles are \(query tokens, key tokens\), each at least 1, not \(0, 16\)"),
+        ({"sliding_window": -1}, "sliding_window is -1: a query sees at least itself; None is no window"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap is 0.0, which is not above 0: None is no cap"),
         ({"interpret": True}, "interpret has no effect unless implementation names a kernel"),
     ],
 )
