@@ -68,8 +68,11 @@ def make_query_tiles(
     if sliding_window is not None:
         key_begins = jnp.maximum(first_positions - sliding_window + 1, 0)
 
-    taken = (cu_q_lens[sequences] + first_tokens)[:, None] + jnp.arange(tokens_per_tile, dtype=jnp.int32)[None]
-    own = q[jnp.clip(taken, 0, total - 1)].reshape(len(tiles), tokens_per_tile, num_kv_heads, group, true_dim)
+    offsets = jnp.arange(tokens_per_tile, dtype=jnp.int32)[None]
+    taken = (cu_q_lens[sequences] + first_tokens)[:, None] + offsets
+    own = q[jnp.clip(taken, 0, total - 1)]
+    own = jnp.where((offsets < num_tokens[:, None])[..., None, None], own, jnp.zeros((), own.dtype))
+    own = own.reshape(len(tiles), tokens_per_tile, num_kv_heads, group, true_dim)
     own = jnp.moveaxis(own, 2, 1).reshape(len(tiles), num_kv_heads, tokens_per_tile * group, true_dim)
     own = jnp.pad(own, ((0, 0), (0, 0), (0, num_rows - tokens_per_tile * group), (0, head_dim - true_dim)))
 
