@@ -59,7 +59,7 @@ def test_low_and_high_pages_give_the_same(answers, name):
 @pytest.mark.parametrize(("target", "kernel"), [("h200", "mosaic_gpu"), ("h200", "triton"), ("v5e", "mosaic_tpu")])
 @pytest.mark.parametrize("more", [-1, 1])
 def test_kernels_compile_on_both_sides_of_the_edge(target, kernel, more):
-    """One page less and one more than 2^31 elements in one layer."""
+    """One page less and one more than 2^31 elements in one layer. That the addresses are right, only a device shows."""
     problem = unavailable(target)
     if problem is not None:
         pytest.skip(f"{target}: {problem}")
