@@ -56,7 +56,7 @@ class EngineFactory:
             buckets=make_buckets(config),
             kv_dtype=kv_dtype,
             attention_implementation=attention,
-            interpret_attention=config.attention_interpret,
+            attention_interpret=config.attention_interpret,
             debug=config.debug,
         )
         return Engine(

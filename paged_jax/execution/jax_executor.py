@@ -72,7 +72,7 @@ class JaxExecutor:
         buckets: tuple[Bucket, ...],
         kv_dtype: jnp.dtype,
         attention_implementation: str | None = None,
-        interpret_attention: object = False,
+        attention_interpret: object = False,
         debug: bool = False,
     ) -> None:
         """`debug` fills freed blocks with NaN and refuses block ids that are out of range."""
@@ -83,7 +83,7 @@ class JaxExecutor:
         self.compile_seconds = 0.0
         """Wall time that they took."""
         graph, self._weights = nnx.split(model)
-        self._options = AttentionOptions(1 + num_blocks, attention_implementation, interpret_attention, debug)
+        self._options = AttentionOptions(1 + num_blocks, attention_implementation, attention_interpret, debug)
         self._step = partial(engine_step, graph, self._options)
         backend = page_backend(attention_implementation)
         page_shapes = [

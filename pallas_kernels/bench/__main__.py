@@ -20,10 +20,11 @@ IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu", "triton", "xla", "contiguous", "t
 _DESCRIPTION = """\
 Time decode attention over batch x context x page size x tile, and print achieved bytes/s as a share of the bandwidth
 at which this device copies a large array. Every implementation is first compared with the reference on a batch of
-prefill chunks and decodes; a difference ends the run with status 1 and names the case.
+prefill chunks and decodes and on long decodes; a difference ends the run with status 1 and names the case.
 
-Bytes are those of the keys and values of all visible tokens, the queries and the outputs; a time is the median over
-trials, each a chain of calls on one another's outputs in one program; the spread is the distance of the quartiles.
+Bytes are those of the keys and values of all visible tokens, the queries and the outputs; where they fit the device's
+last-level cache, a point measures that cache and not the memory. A time is the median over trials, each
+a chain of calls on one another's outputs in one program; the spread is the distance of the quartiles.
 Trials of all implementations are interleaved in a seeded random order, copies of the large array among them.
 
   mosaic_gpu, mosaic_tpu, triton, xla   implementations of pallas_kernels.paged_attention
