@@ -83,7 +83,9 @@ def test_a_random_model_with_grouped_queries(random_model, implementation):
     assert tokens(generate(llm)) == expected(random_model, "dummy")
 
 
-@pytest.mark.parametrize("implementation", [*KERNELS, "xla"])
+@pytest.mark.parametrize(
+    "implementation", ["mosaic_tpu", pytest.param("mosaic_gpu", marks=pytest.mark.slow), "triton", "xla"]
+)
 def test_a_real_model(shared, implementation):
     model = str(shared / "reference" / "stories260K")
     assert tokens(generate(engine(model, implementation))) == expected(model, "auto")
