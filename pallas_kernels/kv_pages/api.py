@@ -49,14 +49,15 @@ def write_kv_pages(
         )
     if kv_pages.dtype.itemsize == 1 and keys.dtype != kv_pages.dtype:
         raise ValueError(f"pages of {kv_pages.dtype} hold what quantize_rows returns, not {keys.dtype}")
-    is_tpu = target_platform().name == "tpu"
+    platform = target_platform().name
+    is_tpu = platform == "tpu"
     name, options = implementation, {}
     if name is None:
         name = "mosaic_tpu" if is_tpu and _load("mosaic_tpu").refusal(kv_pages, keys) is None else "xla"
     if name == "mosaic_tpu":
         problem = _load(name).refusal(kv_pages, keys)
         if problem is None and not (is_tpu or interpret):
-            problem = "it is for a TPU; interpret=True runs it anywhere, slowly"
+            problem = f"it is for a TPU, not a {platform.upper()}; interpret=True runs it anywhere, slowly"
         if problem is not None:
             raise ValueError(f"page implementation {name!r} cannot serve this call: {problem}")
         options["interpret"] = interpret
