@@ -195,7 +195,7 @@ def compile_case(case: Case, folder: Path) -> Resources:
     return Resources(registers, spilled, memory, compiled.memory_analysis().temp_size_in_bytes, seconds)
 
 
-def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct]]:
+def _call(case: Case) -> tuple[Callable[..., object], list[jax.ShapeDtypeStruct | None]]:
     """32 query heads on 8 KV heads, contexts of up to 4096 tokens: the function and its arguments."""
     num_heads, num_kv_heads, layers = 32, 8, 2
     num_tokens, num_rows = {"decode": (64, 64), "mixed": (128, 32), "long": (2, 2)}[case.batch]
