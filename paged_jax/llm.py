@@ -20,7 +20,7 @@ from paged_jax.models.decoder import Decoder, stack_layers
 from paged_jax.models.weights import dummy_decoder, load_decoder
 from paged_jax.outputs import RequestOutput
 from paged_jax.sampling.params import SamplingParams
-from pallas_kernels.paged_attention import page_backend
+from pallas_kernels.paged_attention import KERNELS, page_backend
 
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
@@ -38,13 +38,18 @@ class EngineFactory:
 
     def __call__(self, config: EngineConfig, *, clock: Clock | None = None) -> Engine:
         """An engine with a KV cache of its own. Raises ValueError for settings that this model cannot have."""
-        checkpoint = self._checkpoint(config)
         backend = jax.default_backend()
+        attention = None if config.attention_implementation == "auto" else config.attention_implementation
+        if attention in KERNELS and page_backend(attention) != backend and not config.attention_interpret:
+            raise ValueError(
+                f"attention_implementation {attention!r} is for a {page_backend(attention).upper()}, not a "
+                f"{backend.upper()}: choose 'auto', or set attention_interpret to run it in Pallas' interpreter, slowly"
+            )
+        checkpoint = self._checkpoint(config)
         dtype = _dtype(config, checkpoint, backend)
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
         max_model_len = _max_model_len(config, checkpoint)
         decoder = self._decoder(config, checkpoint, dtype, backend)
-        attention = None if config.attention_implementation == "auto" else config.attention_implementation
         per_block = bytes_per_block(decoder.cache_groups, config.block_size, kv_dtype, page_backend(attention))
         num_blocks = _num_blocks(config, per_block, backend)
         executor = JaxExecutor(

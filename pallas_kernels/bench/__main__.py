@@ -72,7 +72,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--implementations", type=_names, metavar="A,B", help="what to time; default: all that the platform has")
     add("--batch", type=_numbers, metavar="N,N", help="sequences, each decoding one token; default: 8,64 (CPU: 1,8)")
     add("--context", type=_numbers, metavar="N,N", help="tokens of each; default: 1024,4096 (CPU: 128,512)")
-    add("--page-sizes", type=_numbers, metavar="N,N", help="tokens of a page; default: 16,128")
+    add("--page-sizes", type=_page_sizes, metavar="N,N", help="tokens of a page, 1 to 512; default: 16,128")
     add("--tiles", type=_tiles, metavar="QxK,QxK", help='"default" among them is the table\'s; unset, that, and others '
         "at the largest batch and context")  # fmt: skip
     add("--heads", type=_heads, metavar="Hq,Hkv,D", help="query heads, KV heads, head_dim; default: 32,8,128 (CPU: "
@@ -191,6 +191,13 @@ def _number(text: str) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(_number, text.split(",")))
+
+
+def _page_sizes(text: str) -> tuple[int, ...]:
+    sizes = _numbers(text)
+    if max(sizes) > 512:
+        raise argparse.ArgumentTypeError(f"a page has 1 to 512 tokens, not {max(sizes)}")
+    return sizes
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw(summaries: Sequence[Summary], directory: Path) -> list[Path]:
-    """Write roofline.png and .pdf, of default tiles only; returns the files.
+    """Write roofline.png and .pdf, of default tiles, or of all where those were not timed; returns the files.
 
     Raises ModuleNotFoundError where matplotlib is not installed.
     """
@@ -18,7 +18,7 @@ def draw(summaries: Sequence[Summary], directory: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     attention, roofs = split(summaries)
-    attention = [s for s in attention if s.setting["tiles"] is None]
+    attention = [s for s in attention if s.setting["tiles"] is None] or attention
     copy, matmul = roofs["copy"].bytes_per_s, roofs["matmul"].flops_per_s
     directory.mkdir(parents=True, exist_ok=True)
     with rc_context(

@@ -57,7 +57,7 @@ def write_kv_pages(
     if name == "mosaic_tpu":
         problem = _load(name).refusal(kv_pages, keys)
         if problem is None and not (is_tpu or interpret):
-            problem = f"it is for a TPU, not a {platform.upper()}; interpret=True runs it anywhere, slowly"
+            problem = f"it is for a TPU, not a {platform.upper()} (a call with interpret=True is for checks)"
         if problem is not None:
             raise ValueError(f"page implementation {name!r} cannot serve this call: {problem}")
         options["interpret"] = interpret

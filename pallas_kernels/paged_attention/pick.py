@@ -116,7 +116,9 @@ def _problem(
     home = page_backend(name)
     if not interpret:
         if platform.name != home:
-            return f"it is for a {home.upper()}, not a {platform.name.upper()}; interpret=True runs it anywhere, slowly"
+            return (
+                f"it is for a {home.upper()}, not a {platform.name.upper()} (a call with interpret=True is for checks)"
+            )
         capability = platform.compute_capability
         if name == "mosaic_gpu" and capability is not None and not 9.0 <= capability < 10.0:
             return f"its wgmma instructions are those of compute capability 9.x (Hopper), this GPU has {capability}"

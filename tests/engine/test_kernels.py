@@ -114,7 +114,7 @@ def test_the_budget_holds_the_padded_pages(random_model, implementation, padded)
     ("implementation", "head_dim", "reason"),
     [
         ("mosaic_gpu", 320, "at most 256 elements of a head in registers, not 320"),
-        ("mosaic_tpu", 64, "it is for a TPU, not a CPU"),
+        ("mosaic_tpu", 64, "is for a TPU, not a CPU: choose 'auto', or set attention_interpret"),
     ],
 )
 def test_what_a_kernel_cannot_serve_is_refused_when_the_model_loads(tmp_path, implementation, head_dim, reason):

@@ -201,3 +201,15 @@ finally:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "There is no --interpret" in shown
     assert "examples:" in shown
+
+
+def test_a_run_of_named_tiles_alone_has_its_figure_too(tmp_path):
+    arguments = ["--quick", "--repeats", "1", "--implementations", "xla", "--tiles", "16x32"]
+    assert main([*arguments, "--output-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "figures" / "roofline.png").stat().st_size > 0
+
+
+def test_pages_of_more_than_512_tokens_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--page-sizes", "16,1024"])
+    assert "a page has 1 to 512 tokens, not 1024" in capsys.readouterr().err

@@ -323,7 +323,7 @@ def call(
         ({"kv_scales": jnp.zeros((6, 4, 4))}, "kv_scales have no effect on pages of float32"),
         (
             {"implementation": "mosaic_tpu"},
-            "cannot serve this call: it is for a TPU, not a CPU; interpret=True runs it",
+            "cannot serve this call: it is for a TPU, not a CPU",
         ),
         ({"implementation": "mosaic_gpu"}, "cannot serve this call: it is for a GPU, not a CPU"),
         ({"implementation": "triton"}, "cannot serve this call: it is for a GPU, not a CPU"),
