@@ -22,7 +22,7 @@ NUM_SLOTS = 8
 
 @pytest.mark.parametrize("target", ["h200", "v5e", "v6e"])
 @pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (3, 128), (4, 128), (8, 64)])
-@pytest.mark.parametrize("num_tokens", [NUM_SLOTS, 64])
+@pytest.mark.parametrize("num_tokens", [64, pytest.param(NUM_SLOTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scanned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_pages_are_never_copied(target, heads, head_dim, num_tokens, scanned):
     """bfloat16, two query heads for each KV head, 256 MB of pages, the implementation that the platform picks."""
