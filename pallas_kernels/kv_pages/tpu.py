@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_pages.shape import page_shape
-from pallas_kernels.kv_pages.xla import copy_pages, gather_pages, scatter_pages, write_kv_scales
+from pallas_kernels.kv_pages.xla import copy_pages, gather_pages, scatter_pages, slots_of, write_kv_scales
 
 __all__ = ["copy_pages", "gather_pages", "scatter_pages", "write_kv_pages", "write_kv_scales"]
 
@@ -44,10 +44,7 @@ def refusal(kv_pages: jax.Array, keys: jax.Array) -> str | None:
 
 def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer, interpret):
     """See `pallas_kernels.kv_pages.api.write_kv_pages`. Padded tokens are not written at all."""
-    num_tokens, num_kv_heads, head_dim = keys.shape
-    rows, lanes = kv_pages.shape[2:]
-    kv = jnp.stack([keys, values], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
-    kv = jnp.pad(kv, ((0, 0), (0, rows - 2 * num_kv_heads), (0, lanes - head_dim))).astype(kv_pages.dtype)
+    kv = slots_of(kv_pages, keys, values)
     first_row = jnp.asarray(layer * blocks_per_layer, jnp.int32)
     return pl.pallas_call(
         _kernel,
@@ -56,7 +53,7 @@ def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_
             grid=(),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[pltpu.SMEM((num_tokens,), jnp.int32), pltpu.SemaphoreType.DMA((IN_FLIGHT,))],
+            scratch_shapes=[pltpu.SMEM((keys.shape[0],), jnp.int32), pltpu.SemaphoreType.DMA((IN_FLIGHT,))],
         ),
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         input_output_aliases={4: 0},

@@ -5,15 +5,18 @@ import jax.numpy as jnp
 
 def write_kv_pages(kv_pages, keys, values, block_ids, offsets, *, layer, blocks_per_layer):
     """See `pallas_kernels.kv_pages.api.write_kv_pages`."""
+    kv = slots_of(kv_pages, keys, values)
+    # two-dimensional indices: a flat one would overflow 32 bits past 2^31 elements
+    return kv_pages.at[layer * blocks_per_layer + block_ids, offsets].set(kv, mode="promise_in_bounds")
+
+
+def slots_of(kv_pages, keys, values):
+    """Keys and values [T, Hkv, D] as whole slots of the pages [T, KV, Dp]: zeros in rows and lanes of padding."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     kv = jnp.stack([keys, values], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     rows, lanes = kv_pages.shape[2:]
-    # whole slots: zeros in the lanes that the backend pads, whatever was there
     kv = jnp.pad(kv, ((0, 0), (0, rows - 2 * num_kv_heads), (0, lanes - head_dim)))
-    # two-dimensional indices: a flat one would overflow 32 bits past 2^31 elements
-    return kv_pages.at[layer * blocks_per_layer + block_ids, offsets].set(
-        kv.astype(kv_pages.dtype), mode="promise_in_bounds"
-    )
+    return kv.astype(kv_pages.dtype)
 
 
 def write_kv_scales(kv_scales, key_scales, value_scales, block_ids, offsets, *, layer, blocks_per_layer):
