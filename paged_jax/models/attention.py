@@ -57,19 +57,23 @@ class AttentionOptions:
 
 
 class Attention(nnx.Module):
-    """Project, turn, store keys and values in the pages, attend through the pages, project back."""
+    """Project, turn, store keys and values in the pages, attend through the pages, project back.
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    With a sliding window token i sees tokens max(0, i - window + 1) to i, and what is before them may be anything.
+    """
+
+    def __init__(self, config: ModelConfig, *, sliding_window: int | None, dtype: jnp.dtype) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = (
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
         )
-        hidden, bias = config.hidden_size, config.attention_bias
+        self.sliding_window = sliding_window
+        hidden, bias = config.hidden_size, config.attention_bias or config.qkv_bias
         self.q_proj = Linear(hidden, self.num_heads * self.head_dim, bias=bias, dtype=dtype)
         self.k_proj = Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias, dtype=dtype)
         self.v_proj = Linear(hidden, self.num_kv_heads * self.head_dim, bias=bias, dtype=dtype)
-        self.o_proj = Linear(self.num_heads * self.head_dim, hidden, bias=bias, dtype=dtype)
+        self.o_proj = Linear(self.num_heads * self.head_dim, hidden, bias=config.attention_bias, dtype=dtype)
 
     def __call__(
         self,
@@ -110,6 +114,7 @@ class Attention(nnx.Module):
             blocks_per_layer=options.blocks_per_layer,
             num_kv_heads=self.num_kv_heads,
             scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
             implementation=options.implementation,
             interpret=options.interpret,
             debug=options.debug,

@@ -1,8 +1,9 @@
 """The shape of a model: everything that the decoder needs to know, and nothing of where it came from."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+LayerType = Literal["full_attention", "sliding_attention"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -29,7 +30,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family."""
+    """A decoder-only transformer of the Llama family. Attention sees all tokens before it, or a window of them."""
 
     vocab_size: int
     hidden_size: int
@@ -43,8 +44,11 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = RopeScaling()
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of all four projections
+    qkv_bias: bool = False  # of all but the output projection
     mlp_bias: bool = False
+    sliding_window: int | None = None  # keys that a token sees in a sliding layer, its own included
+    layer_types: tuple[LayerType, ...] | None = None  # None: all slide if there is a window, else none does
     dtype: str = "float32"  # of the checkpoint's tensors: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
@@ -55,3 +59,27 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) is odd: rotary embeddings turn pairs of dimensions")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window ({self.sliding_window}) is less than 1: a token sees at least itself")
+        if self.layer_types is not None:
+            self._check_layer_types(self.layer_types)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None where it sees all tokens."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_layers
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+
+    def _check_layer_types(self, kinds: tuple[LayerType, ...]) -> None:
+        for kind in kinds:
+            if kind not in get_args(LayerType):
+                raise ValueError(f"layer type {kind!r} is not supported; known: {', '.join(get_args(LayerType))}")
+        if len(kinds) != self.num_layers:
+            raise ValueError(f"layer_types names {len(kinds)} layers, but num_layers is {self.num_layers}")
+        if "sliding_attention" in kinds and self.sliding_window is None:
+            raise ValueError("layer_types has a 'sliding_attention', but there is no sliding_window: set one")
+        if "sliding_attention" not in kinds and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window ({self.sliding_window}) has no effect: layer_types has no 'sliding_attention'"
+            )

@@ -18,15 +18,20 @@ from paged_jax.models.layers import Embedding, Linear, RMSNorm, project, tokens_
 from paged_jax.models.mlp import MLP
 from paged_jax.models.positions import rope_tables
 
-type Pages = tuple[Float[Array, "N B KV D"], ...]
+type Pages = tuple[Float[Array, "_ B KV D"], ...]
+"""Of each cache group, whose numbers of layers may differ."""
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and around a residual."""
+    """Attention and MLP, each behind a norm and around a residual.
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
+    Its keys and values are in the pages of cache group `group`. Layers of one group differ in their weights only.
+    """
+
+    def __init__(self, config: ModelConfig, *, group: int, sliding_window: int | None, dtype: jnp.dtype) -> None:
+        self.group = group
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype)
+        self.self_attn = Attention(config, sliding_window=sliding_window, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype)
 
@@ -39,12 +44,18 @@ class DecoderLayer(nnx.Module):
         rope: RopeTables,
         options: AttentionOptions,
     ) -> tuple[Float[Array, "hidden T"], Pages]:
-        """The Llama family keeps all its layers in cache group 0."""
+        """`layer` counts within the cache group."""
+        group = self.group
         attended, kv_pages = self.self_attn(
-            self.input_layernorm(x), pages[0], layer, batch.groups[0], batch, rope, options
+            self.input_layernorm(x), pages[group], layer, batch.groups[group], batch, rope, options
         )
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), (kv_pages, *pages[1:])
+        return x + self.mlp(self.post_attention_layernorm(x)), (*pages[:group], kv_pages, *pages[group + 1 :])
+
+
+def _group_windows(config: ModelConfig) -> list[int | None]:
+    """The sliding window of each cache group; the group without one comes first."""
+    return sorted(set(config.layer_windows), key=lambda window: window or 0)
 
 
 class Decoder(nnx.Module):
@@ -56,7 +67,11 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype) for _ in range(config.num_layers)])
+        windows = _group_windows(config)
+        self.layers = nnx.List(
+            DecoderLayer(config, group=windows.index(window), sliding_window=window, dtype=dtype)
+            for window in config.layer_windows
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.lm_head = (
             None
@@ -71,8 +86,17 @@ class Decoder(nnx.Module):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """One: every layer keeps every token."""
-        return (CacheGroup(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim),)
+        """One for the layers that see all tokens and one for those with a sliding window, as far as there are any."""
+        config = self.config
+        return tuple(
+            CacheGroup(config.layer_windows.count(window), config.num_kv_heads, config.head_dim, window)
+            for window in _group_windows(config)
+        )
+
+    @property
+    def can_stack(self) -> bool:
+        """Whether `stack_layers` takes it: its layers are all of one kind."""
+        return len(_group_windows(self.config)) == 1
 
     def __call__(
         self, token_ids: Int[Array, "T"], pages: Pages, batch: AttentionBatch, options: AttentionOptions
@@ -90,7 +114,9 @@ class Decoder(nnx.Module):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, pages), _ = lax.scan(body, (x, pages), (stacked, indices))
         else:
-            for index, layer in enumerate(self.layers):
+            windows = self.config.layer_windows
+            for number, layer in enumerate(self.layers):
+                index = windows[:number].count(windows[number])  # within the cache group
                 graph, state = nnx.split(layer)
                 x, pages = _run_layer(graph, state, x, pages, jnp.int32(index), batch, rope, options)
         return self.norm(x), pages
@@ -112,12 +138,20 @@ def _run_layer(
     rope: RopeTables,
     options: AttentionOptions,
 ) -> tuple[jax.Array, Pages]:
-    """One layer. Being a jitted function it is traced once, not once for each unrolled layer."""
+    """One layer. Being a jitted function it is traced once for each cache group, not for each unrolled layer."""
     return nnx.merge(graph, state)(x, pages, layer, batch, rope, options)
 
 
 def stack_layers(model: Decoder) -> Decoder:
-    """The same model with its layers stacked for `lax.scan`: compiles once for all layers instead of once for each."""
+    """The same model with its layers stacked for `lax.scan`: compiles once for all layers instead of once for each.
+
+    Raises ValueError for a model that cannot (`Decoder.can_stack`).
+    """
+    if not model.can_stack:
+        raise ValueError(
+            "layer_loop 'scanned' needs layers that are all alike, and this model mixes full and sliding-window "
+            "attention: choose 'auto' or 'unrolled'"
+        )
     graphs, states = zip(*(nnx.split(layer) for layer in model.layers), strict=True)
     model.layers = nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
     return model
