@@ -1,30 +1,25 @@
 """Least recently used first."""
 
-from collections.abc import Iterator
+from paged_jax.kv_cache.eviction.ranked import RankedEviction
 
 
-class LRUEviction:
-    """Gives up the block whose last user left longest ago. All operations are O(1)."""
+class LRUEviction(RankedEviction):
+    """Gives up the block whose last user left longest ago."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, None] = {}  # dicts keep insertion order
+        super().__init__()
+        self._now = 0
+        self._last_use: dict[int, int] = {}
 
-    def add(self, block_id: int) -> None:
-        """A cached block has lost its last user: it is now the most recent one."""
-        self._blocks[block_id] = None
+    def use(self, block_id: int) -> None:
+        """Note the time, counted in uses."""
+        self._now += 1
+        self._last_use[block_id] = self._now
 
-    def remove(self, block_id: int) -> None:
-        """The block is in use again."""
-        del self._blocks[block_id]
+    def forget(self, block_id: int) -> None:
+        """Drop the time, too."""
+        super().forget(block_id)
+        self._last_use.pop(block_id, None)
 
-    def pop(self) -> int:
-        """Take out the block that was added first."""
-        block_id = next(iter(self._blocks))
-        del self._blocks[block_id]
-        return block_id
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._blocks)
+    def _rank(self, block_id: int) -> int:
+        return self._last_use[block_id]

@@ -1,70 +1,138 @@
 """Prefix cache over whole blocks, found by a hash chained over all tokens up to the block's end."""
 
-import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import ClassVar
+
+from paged_jax.kv_cache.block_table import BlockTable
+from paged_jax.kv_cache.eviction import Eviction
+from paged_jax.kv_cache.prefix_cache import PrefixCache, PrefixUser
+
+_DIGEST_SIZE = 16
 
 
-class HashPrefixCache:
+@dataclass(slots=True)
+class _Prompt:
+    """Tokens that no request holds."""
+
+    token_ids: list[int]
+    cache_salt: str
+    block_contents: list[bytes] = field(default_factory=list)
+
+
+def content_keys(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
+    """What identifies each whole block of the tokens with all before it: the keys that evictions are given."""
+    return block_contents(_Prompt(list(token_ids), salt), len(token_ids) // block_size, block_size)
+
+
+def block_contents(user: PrefixUser, count: int, block_size: int) -> list[bytes]:
+    """The user's own list of block contents, grown to at least `count`, for which it has tokens enough.
+
+    A content is the digest of the content before it (of the salt, before the first) followed by the block's tokens.
+    """
+    contents = user.block_contents
+    known = len(contents)
+    if known >= count:
+        return contents
+    tokens = array("q", user.token_ids[known * block_size : count * block_size]).tobytes()
+    width = array("q").itemsize * block_size
+    content = contents[-1] if known else user.cache_salt.encode()
+    for start in range(0, (count - known) * width, width):
+        content = blake2b(content, digest_size=_DIGEST_SIZE).digest() + tokens[start : start + width]
+        contents.append(content)
+    return contents
+
+
+class HashPrefixCache(PrefixCache):
     """Maps the content of a full block, together with everything before it, to the block that holds it.
 
-    A block's hash covers its tokens and its predecessor's hash, so that equal hashes mean equal prefixes. The tokens
-    are kept and compared on a hit all the same: a collision must not hand one request another's keys and values.
+    The key is the content itself: the digest of all that comes before and the block's own tokens, so that a lookup
+    compares tokens. Any unlocked block is a candidate for eviction; what followed it is found again once it is back.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    supports_windows: ClassVar[bool] = True
+
+    def __init__(self, block_size: int, eviction: Eviction) -> None:
+        super().__init__(block_size, eviction)
         self._blocks: dict[bytes, int] = {}
-        self._contents: dict[int, tuple[bytes, bytes]] = {}  # block -> (hash, parent's hash and tokens)
+        self._contents: dict[int, bytes] = {}
+
+    def match(self, user: PrefixUser, max_blocks: int) -> list[int]:
+        """Look the leading blocks up one by one, until one is not cached."""
+        count = min(max_blocks, len(user.token_ids) // self.block_size)
+        blocks: list[int] = []
+        for block in map(self._blocks.get, islice(block_contents(user, count, self.block_size), count)):
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def find(self, user: PrefixUser, index: int) -> int | None:
+        """Look one block up, whatever became of those before it."""
+        return self._blocks.get(block_contents(user, index + 1, self.block_size)[index])
+
+    def insert(self, user: PrefixUser, table: BlockTable, index: int) -> bool:
+        """Keep the block unless another one holds the same."""
+        content = block_contents(user, index + 1, self.block_size)[index]
+        block = table.block_ids[index]
+        if self._blocks.setdefault(content, block) != block:
+            return False
+        if block not in self._contents:
+            self._contents[block] = content
+            self.eviction.insert(block, index, lambda: content)
+            self.version += 1
+        return True
+
+    def hit(self, block_ids: Sequence[int]) -> None:
+        """Tell the eviction policy."""
+        for block in block_ids:
+            self.eviction.hit(block)
+
+    def lock(self, block_id: int) -> None:
+        """The block is no candidate any more."""
+        self.num_unlocked -= 1
+        self.eviction.remove(block_id)
+
+    def unlock(self, block_id: int) -> None:
+        """The block becomes a candidate."""
+        self.num_unlocked += 1
+        self.eviction.use(block_id)
+        self.eviction.add(block_id)
+
+    def evict(self) -> int:
+        """Give up the policy's choice."""
+        block = self.eviction.pop()
+        del self._blocks[self._contents.pop(block)]
+        self.num_unlocked -= 1
+        self.version += 1
+        return block
+
+    def clear(self) -> list[int]:
+        """Forget everything; returns the blocks that were unlocked."""
+        unlocked = list(self.eviction)
+        for block in self._contents:
+            self.eviction.forget(block)
+        self._blocks.clear()
+        self._contents.clear()
+        self.num_unlocked = 0
+        self.version += 1
+        return unlocked
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._contents
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, token_ids: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """Return the longest cached chain of whole blocks at the start of `token_ids`: blocks and their hashes."""
-        blocks: list[int] = []
-        hashes: list[bytes] = []
-        parent = b""
-        for start in range(0, len(token_ids) - self._block_size + 1, self._block_size):
-            content = self._content(parent, token_ids, start)
-            key = self._hash(content)
-            block = self._blocks.get(key)
-            if block is None or self._contents[block][1] != content:
-                break
-            blocks.append(block)
-            hashes.append(key)
-            parent = key
-        return blocks, hashes
-
-    def insert(self, block_id: int, index: int, token_ids: Sequence[int], hashes: list[bytes]) -> bool:
-        """Offer full block number `index` of a request with these tokens; append its hash to `hashes`.
-
-        `hashes` holds those of the request's earlier blocks. False when the same content is already cached in
-        another block, which then stays the one that is found.
-        """
-        parent = hashes[index - 1] if index else b""
-        content = self._content(parent, token_ids, index * self._block_size)
-        key = self._hash(content)
-        hashes.append(key)
-        if key in self._blocks:
-            return False
-        self._blocks[key] = block_id
-        self._contents[block_id] = (key, content)
-        return True
-
-    def remove(self, block_id: int) -> None:
-        """Forget a block that is about to hold something else."""
-        key, _ = self._contents.pop(block_id)
-        del self._blocks[key]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._blocks.clear()
-        self._contents.clear()
-
-    def _content(self, parent: bytes, token_ids: Sequence[int], start: int) -> bytes:
-        return parent + array("q", token_ids[start : start + self._block_size]).tobytes()
-
-    @staticmethod
-    def _hash(content: bytes) -> bytes:
-        return hashlib.blake2b(content, digest_size=16).digest()
+    def check(self) -> None:
+        """Raise AssertionError unless each block has one content and the candidates are the unlocked blocks."""
+        assert self._blocks == {content: block for block, content in self._contents.items()}, (
+            "blocks and contents are not each other's inverse"
+        )
+        candidates = list(self.eviction)
+        assert len(set(candidates)) == len(candidates) == len(self.eviction), "a block is twice a candidate"
+        assert all(block in self._contents for block in candidates), "a candidate for eviction is not cached"
+        assert self.num_unlocked == len(candidates), "the number of unlocked blocks is not that of the candidates"
