@@ -1,9 +1,11 @@
 """The padded batch sizes that a step is compiled for."""
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from paged_jax.config import EngineConfig
+
+MAX_BANNED_TOKENS = 16
+"""Tokens of one request that can be kept from being sampled, as `min_tokens` does with those that end it."""
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,7 @@ class Bucket:
 
     num_tokens: int
     num_seqs: int
+    """Sequences, and as many rows that sample; forks sample without tokens of their own."""
 
 
 def make_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
@@ -30,6 +33,6 @@ def make_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     return tuple(Bucket(tokens, min(tokens, config.max_num_seqs)) for tokens in sizes)
 
 
-def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int) -> Bucket:
-    """The smallest bucket that holds `num_tokens`."""
-    return buckets[bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)]
+def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int, num_rows: int = 0) -> Bucket:
+    """The smallest bucket that holds `num_tokens`, and `num_rows` rows that sample or are admitted."""
+    return next(bucket for bucket in buckets if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_rows)

@@ -1,10 +1,7 @@
 """Runs plans on a JAX device: one compiled step per bucket, pages and sampling state donated."""
 
 import math
-import os
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,21 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
 
 from paged_jax.execution.batch import Batch, BatchBuilder
 from paged_jax.execution.buckets import Bucket, pick_bucket
-from paged_jax.execution.plan import SchedulerOutput, StepResult
+from paged_jax.execution.page_moves import PageMoves
+from paged_jax.execution.plan import SchedulerOutput, StepResult, TokenLogprobs
+from paged_jax.execution.programs import Programs
 from paged_jax.execution.step import Model, engine_step, group_page_shape
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.attention import AttentionOptions
 from paged_jax.models.decoder import Pages
+from paged_jax.sampling.logprobs import Logprobs
 from paged_jax.sampling.state import init_sampling_state
-from pallas_kernels.kv_pages import allocate_pages, scatter_pages
+from pallas_kernels.kv_pages import allocate_pages
 from pallas_kernels.paged_attention import page_backend
-
-POISON_CHUNK = 64
-"""Blocks that are poisoned at a time, so that poisoning compiles once."""
 
 
 def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: jnp.dtype, backend: str) -> int:
@@ -42,16 +38,33 @@ class JaxStepHandle:
     """A step that runs on the device."""
 
     tokens: jax.Array
-    """int32 [S], possibly still being computed."""
+    """int32 [R], possibly still being computed."""
+    logprobs: Logprobs | None
+    """Of the same rows; None when nobody wants them."""
     rows: list[int]
-    """Row of each scheduled request, or -1 for one that samples nothing."""
+    """Row of each of the plan's decodes, chunks and forks, or -1 for one that samples nothing."""
+    num_logprobs: list[int | None]
+    """How many of the most likely tokens each of these wants; None: no log-probabilities."""
     num_padded_tokens: int
 
     def result(self) -> StepResult:
         """Wait for the tokens and bring them to the host."""
         tokens = np.asarray(self.tokens).tolist()
         new = tuple((tokens[row],) if row >= 0 else () for row in self.rows)
-        return StepResult(new, self.num_padded_tokens)
+        return StepResult(new, self.num_padded_tokens, logprobs=self._logprobs())
+
+    def _logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self.logprobs is None:
+            return None
+        chosen, rank, top_tokens, top_logprobs = (np.asarray(a).tolist() for a in self.logprobs)
+        return tuple(
+            None
+            if row < 0 or count is None
+            else TokenLogprobs(
+                chosen[row], rank[row], tuple(zip(top_tokens[row][:count], top_logprobs[row][:count], strict=True))
+            )
+            for row, count in zip(self.rows, self.num_logprobs, strict=True)
+        )
 
 
 class JaxExecutor:
@@ -71,20 +84,24 @@ class JaxExecutor:
         max_num_seqs: int,
         buckets: tuple[Bucket, ...],
         kv_dtype: jnp.dtype,
+        num_swap_blocks: int = 0,
+        max_logprobs: int = 20,
         attention_implementation: str | None = None,
         attention_interpret: object = False,
         debug: bool = False,
     ) -> None:
-        """`debug` fills freed blocks with NaN and refuses block ids that are out of range."""
+        """Lengths in tokens; blocks per cache group, `num_swap_blocks` of them in host memory.
+
+        With `max_logprobs` 0 no log-probabilities can be had, and nothing is compiled for them. `debug` fills freed
+        blocks with NaN and refuses block ids that are out of range.
+        """
         self.num_blocks = num_blocks
+        self.num_swap_blocks = num_swap_blocks
         self.vocab_size = model.vocab_size
-        self.num_compilations = 0
-        """Steps compiled so far."""
-        self.compile_seconds = 0.0
-        """Wall time that they took."""
-        graph, self._weights = nnx.split(model)
+        self.cache_groups = model.cache_groups
+        self._graph, self._weights = nnx.split(model)
         self._options = AttentionOptions(1 + num_blocks, attention_implementation, attention_interpret, debug)
-        self._step = partial(engine_step, graph, self._options)
+        self._step = partial(engine_step, self._graph, self._options, max_logprobs)
         backend = page_backend(attention_implementation)
         page_shapes = [
             (group.num_layers * (1 + num_blocks), group_page_shape(group, block_size, kv_dtype, backend))
@@ -98,47 +115,85 @@ class JaxExecutor:
             max_request_len=max_request_len,
             num_groups=len(model.cache_groups),
         )
-        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._steps = Programs(self._lower)
         if attention_implementation is not None:
             self._check_attention([jax.ShapeDtypeStruct((rows, *page), kv_dtype) for rows, page in page_shapes])
         self._pages: Pages = tuple(allocate_pages(rows, page, kv_dtype) for rows, page in page_shapes)
-        self._poison = self._compile_poison() if debug else None
+        self._moves = PageMoves(
+            self._pages,
+            blocks_per_layer=1 + num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            max_copies=max_num_seqs,
+            debug=debug,
+        )
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         """Start the step; the arrays it is made of are on their way when this returns."""
-        if self._poison is not None:
-            self._poison_blocks(plan.emptied_blocks)
-        bucket = pick_bucket(self._buckets, plan.num_tokens)
+        self._pages = self._moves.run(self._pages, plan)
+        requests = [*plan.decodes, *(part.request for part in plan.chunks), *(fork.child for fork in plan.forks)]
+        num_seqs = len(plan.decodes) + len(plan.idle) + len(plan.chunks)
+        # forked requests sample, and are admitted, without tokens of their own
+        num_rows = max(num_seqs, len(plan.decodes) + sum(part.samples for part in plan.chunks) + len(plan.forks))
+        bucket = pick_bucket(self._buckets, plan.num_tokens, max(num_rows, len(plan.admitted)))
         batch, rows = self._builder.build(plan, bucket)
-        tokens = self._run(bucket, batch)
-        sampling_rows = [row if part.samples else -1 for part, row in zip(plan.scheduled, rows, strict=True)]
-        return JaxStepHandle(tokens, sampling_rows, bucket.num_tokens - plan.num_tokens)
+        tokens, logprobs = self._run(bucket, batch)
+        return JaxStepHandle(
+            tokens,
+            logprobs if batch.wants_logprobs else None,
+            rows,
+            [request.num_logprobs for request in requests],
+            bucket.num_tokens - plan.num_tokens,
+        )
 
     def warm_up(
         self, progress: Callable[[int, int], None] | None = None, buckets: Sequence[Bucket] | None = None
     ) -> None:
-        """Compile the steps of `buckets` (None: of all), several at a time, and run each once on padding.
+        """Compile the steps of `buckets`, several at a time, and run each once on padding.
 
-        `progress(done, total)` is told after each compilation.
+        None: of all buckets, and all programs that move pages besides. `progress(done, total)` is told after each
+        step's compilation.
         """
+        if buckets is None:
+            self._moves.compile()
         buckets = self._buckets if buckets is None else buckets
-        missing = [bucket for bucket in buckets if bucket not in self._steps]
-        start = time.perf_counter()
-        lowered = {bucket: self._lower(bucket) for bucket in missing}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {pool.submit(step.compile): bucket for bucket, step in lowered.items()}
-            for done, future in enumerate(as_completed(futures)):
-                self._steps[futures[future]] = future.result()
-                if progress is not None:
-                    progress(done + 1, len(missing))
-        self.num_compilations += len(missing)
-        self.compile_seconds += time.perf_counter() - start
+        self._steps.compile(buckets, progress)
         for bucket in buckets:
-            self._run(bucket, self._builder.empty(bucket)).block_until_ready()
+            self._run(bucket, self._builder.empty(bucket))[0].block_until_ready()
+
+    def update_weights(self, model: Model) -> None:
+        """Go on with the weights of another model of the same make; nothing is compiled anew.
+
+        The prefix cache knows nothing of it: reset that too. Raises ValueError naming the first parameter whose
+        shape or dtype differs, or that only one of the models has.
+        """
+        graph, weights = nnx.split(model)
+        old, new = (dict(_named_leaves(state)) for state in (self._weights, weights))
+        for name in [*old, *new]:
+            if name not in old or name not in new:
+                owner = "the model that is loaded" if name in old else "the new model"
+                raise ValueError(f"parameter {name!r} is in {owner} only: its weights need an executor of their own")
+            if (old[name].shape, old[name].dtype) != (new[name].shape, new[name].dtype):
+                raise ValueError(
+                    f"parameter {name!r} is {new[name].dtype}{list(new[name].shape)} in the new model, but "
+                    f"{old[name].dtype}{list(old[name].shape)} in the one that is loaded"
+                )
+        if graph != self._graph:
+            raise ValueError("the new model computes differently from the loaded one: it needs an executor of its own")
+        self._weights = weights
 
     def compiled_step(self, bucket: Bucket) -> jax.stages.Compiled:
         """The bucket's compiled step, for its `memory_analysis()` and text."""
-        return self._compiled(bucket)
+        return self._steps[bucket]
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled so far: steps and moves of pages."""
+        return len(self._steps) + len(self._moves.programs)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Wall time that they took."""
+        return self._steps.compile_seconds + self._moves.programs.compile_seconds
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -150,18 +205,10 @@ class JaxExecutor:
         """Bytes of all pages, null blocks included."""
         return sum(pages.nbytes for pages in self._pages)
 
-    def _run(self, bucket: Bucket, batch: Batch) -> jax.Array:
-        step = self._compiled(bucket)
-        self._pages, self._sampling, tokens = step(self._weights, self._pages, self._sampling, batch)
-        return tokens
-
-    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
-        if bucket not in self._steps:
-            start = time.perf_counter()
-            self._steps[bucket] = self._lower(bucket).compile()
-            self.compile_seconds += time.perf_counter() - start
-            self.num_compilations += 1
-        return self._steps[bucket]
+    def _run(self, bucket: Bucket, batch: Batch) -> tuple[jax.Array, Logprobs | None]:
+        step = self._steps[bucket]
+        self._pages, self._sampling, tokens, logprobs = step(self._weights, self._pages, self._sampling, batch)
+        return tokens, logprobs
 
     def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
         step = jax.jit(self._step, donate_argnums=(1, 2))
@@ -172,22 +219,7 @@ class JaxExecutor:
         for bucket in {self._buckets[0], self._buckets[-1]}:
             jax.eval_shape(self._step, self._weights, tuple(pages), self._sampling, self._builder.empty(bucket))
 
-    def _compile_poison(self) -> jax.stages.Compiled:
-        def poison(pages: Pages, block_ids: Int[Array, "P"]) -> Pages:
-            def fill(group: jax.Array) -> jax.Array:
-                layers = group.shape[0] // self._options.blocks_per_layer
-                blocks = jnp.full((layers, block_ids.shape[0], *group.shape[1:]), jnp.nan, group.dtype)
-                return scatter_pages(group, block_ids, blocks, blocks_per_layer=self._options.blocks_per_layer)
 
-            return tuple(fill(group) for group in pages)
-
-        block_ids = jnp.zeros(POISON_CHUNK, jnp.int32)
-        return jax.jit(poison, donate_argnums=0).lower(self._pages, block_ids).compile()
-
-    def _poison_blocks(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks that hold nothing with NaN, so that a read of one cannot go unseen."""
-        for first in range(0, len(block_ids), POISON_CHUNK):
-            padded = np.zeros(POISON_CHUNK, np.int32)  # the null block may be poisoned too: nobody reads it
-            chunk = block_ids[first : first + POISON_CHUNK]
-            padded[: len(chunk)] = chunk
-            self._pages = self._poison(self._pages, padded)
+def _named_leaves(weights: nnx.State) -> Iterator[tuple[str, jax.Array]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        yield ".".join(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)), leaf

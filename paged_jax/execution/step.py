@@ -10,7 +10,8 @@ from paged_jax.execution.batch import FROM_SLOT, Batch
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.attention import AttentionBatch, AttentionOptions, GroupBatch
 from paged_jax.models.decoder import Pages
-from paged_jax.sampling.sampler import sample
+from paged_jax.sampling.logprobs import Logprobs, token_logprobs
+from paged_jax.sampling.sampler import ban, sample
 from paged_jax.sampling.state import SamplingState, admit, gather, record
 from pallas_kernels.kv_pages import page_shape
 
@@ -42,12 +43,17 @@ class Model(Protocol):
 def engine_step(
     graph: nnx.GraphDef,
     options: AttentionOptions,
+    max_logprobs: int,
     weights: nnx.State,
     pages: Pages,
     sampling: SamplingState,
     batch: Batch,
-) -> tuple[Pages, SamplingState, Int[Array, "S"]]:
-    """Embed, layers, logits of the rows that need them, sample. Jitted with `pages` and `sampling` donated."""
+) -> tuple[Pages, SamplingState, Int[Array, "R"], Logprobs | None]:
+    """Embed, layers, logits of the rows that sample, sample. Jitted with `pages` and `sampling` donated.
+
+    Log-probabilities, with those of the `max_logprobs` most likely tokens, are zeros unless the batch wants them, and
+    None if `max_logprobs` is 0.
+    """
     model: Model = nnx.merge(graph, weights)
     sampling = admit(sampling, batch.admitted_slots, batch.admitted_rows)
     token_ids = jnp.where(batch.token_ids == FROM_SLOT, sampling.last_token[batch.token_slots], batch.token_ids)
@@ -62,8 +68,9 @@ def engine_step(
     hidden, pages = model(token_ids, pages, attention, options)
     logits = model.logits(hidden[:, batch.logit_rows])
     rows = gather(sampling, batch.sample_slots)
-    tokens = sample(logits, rows, jnp.zeros_like(batch.sample_positions), batch.sample_positions)
-    return pages, record(sampling, batch.sample_slots, tokens), tokens
+    tokens = sample(ban(logits, batch.banned_token_ids), rows, batch.sample_index, batch.sample_positions)
+    logprobs = token_logprobs(logits, tokens, batch.wants_logprobs, max_logprobs) if max_logprobs else None
+    return pages, record(sampling, batch.sample_slots, tokens), tokens, logprobs
 
 
 def group_page_shape(group: CacheGroup, block_size: int, dtype: jnp.dtype, backend: str) -> tuple[int, int, int]:

@@ -51,6 +51,16 @@ def sample(
     return lax.cond(jnp.any(sampled), draw_sampled_rows, lambda: greedy_tokens)
 
 
+def ban(logits: Float[Array, "S V"], token_ids: Int[Array, "S K"]) -> Float[Array, "S V"]:
+    """The logits with -inf for each row's `token_ids`, which are never chosen then; ids from V on stand for none."""
+
+    def banned() -> Float[Array, "S V"]:
+        rows = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[rows, token_ids].set(-jnp.inf, mode="drop")
+
+    return lax.cond(jnp.any(token_ids < logits.shape[1]), banned, lambda: logits)
+
+
 def _draw_key(key_data: UInt32[Array, "2"], sample_index: Array, position: Array, purpose: int) -> Array:
     key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
     numbers = jnp.stack([sample_index, position, jnp.int32(purpose)])
