@@ -16,10 +16,5 @@ class LRUEviction(RankedEviction):
         self._now += 1
         self._last_use[block_id] = self._now
 
-    def forget(self, block_id: int) -> None:
-        """Drop the time, too."""
-        super().forget(block_id)
-        self._last_use.pop(block_id, None)
-
     def _rank(self, block_id: int) -> int:
         return self._last_use[block_id]

@@ -13,7 +13,8 @@ _SLACK = 64  # stale entries that are not worth a rebuild
 class RankedEviction(Eviction):
     """Gives up the candidate of the lowest rank. Adding and popping are O(log n), removing is O(1).
 
-    A removed candidate's entry stays in the heap until it comes up or until such entries are in the majority.
+    A removed candidate's entry stays in the heap until it comes up or until such entries are in the majority. What a
+    policy notes of a block may outlive it: block ids are few, and come again.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,21 @@ class RankedEviction(Eviction):
         entry = heappop(self._heap)
         while self._entries.get(entry[1]) is not entry:
             entry = heappop(self._heap)
-        self.forget(entry[1])
-        return entry[1]
+        block_id = entry[1]
+        del self._entries[block_id]
+        self.forget(block_id)
+        return block_id
 
     def forget(self, block_id: int) -> None:
         """Take the block out, if it is a candidate."""
         if block_id in self._entries:
             self.remove(block_id)
+
+    def _rerank(self, block_id: int) -> None:
+        """The block's rank has changed; nothing to do unless it is a candidate."""
+        if block_id in self._entries:
+            self.remove(block_id)
+            self.add(block_id)
 
     def __len__(self) -> int:
         return len(self._entries)

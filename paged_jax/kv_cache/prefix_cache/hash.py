@@ -1,10 +1,10 @@
 """Prefix cache over whole blocks, found by a hash chained over all tokens up to the block's end."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from struct import calcsize, pack
 from typing import ClassVar
 
 from paged_jax.kv_cache.block_table import BlockTable
@@ -12,6 +12,9 @@ from paged_jax.kv_cache.eviction import Eviction
 from paged_jax.kv_cache.prefix_cache import PrefixCache, PrefixUser
 
 _DIGEST_SIZE = 16
+
+TOKEN_SIZE = calcsize("q")
+"""Bytes of one token id."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,11 @@ class _Prompt:
     token_ids: list[int]
     cache_salt: str
     block_contents: list[bytes] = field(default_factory=list)
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """The tokens as a string of 64-bit integers, which hashes and compares fast."""
+    return pack(f"{len(token_ids)}q", *token_ids)
 
 
 def content_keys(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
@@ -37,8 +45,8 @@ def block_contents(user: PrefixUser, count: int, block_size: int) -> list[bytes]
     known = len(contents)
     if known >= count:
         return contents
-    tokens = array("q", user.token_ids[known * block_size : count * block_size]).tobytes()
-    width = array("q").itemsize * block_size
+    tokens = token_bytes(user.token_ids[known * block_size : count * block_size])
+    width = TOKEN_SIZE * block_size
     content = contents[-1] if known else user.cache_salt.encode()
     for start in range(0, (count - known) * width, width):
         content = blake2b(content, digest_size=_DIGEST_SIZE).digest() + tokens[start : start + width]
