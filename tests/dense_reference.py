@@ -13,7 +13,7 @@ MIN_GAP = 1e-3
 
 
 class DenseReference:
-    """A Llama decoder written down from its formulas, on the weights of a `Decoder`."""
+    """A Llama decoder written down from its formulas, on the weights of a `Decoder`; layers may have a window."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._config = decoder.config
@@ -24,12 +24,11 @@ class DenseReference:
         """Scores of the token after each of `token_ids`: float64 [T, vocab]."""
         decoder, config = self._decoder, self._config
         x = _weight(decoder.embed_tokens)[list(token_ids)]
-        for layer in decoder.layers:
-            x = x + self._attention(layer.self_attn, _rms_norm(layer.input_layernorm, x, config))
+        for layer, window in zip(decoder.layers, config.layer_windows, strict=True):
+            x = x + self._attention(layer.self_attn, _rms_norm(layer.input_layernorm, x, config), window)
             y = _rms_norm(layer.post_attention_layernorm, x, config)
-            gate = y @ _weight(layer.mlp.gate_proj).T
-            up = y @ _weight(layer.mlp.up_proj).T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ _weight(layer.mlp.down_proj).T
+            gate, up = _linear(layer.mlp.gate_proj, y), _linear(layer.mlp.up_proj, y)
+            x = x + _linear(layer.mlp.down_proj, gate / (1 + np.exp(-gate)) * up)
         head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
         return _rms_norm(decoder.norm, x, config) @ _weight(head).T
 
@@ -57,24 +56,32 @@ class DenseReference:
             tokens.append(int(np.argmax(scores)))
         return tuple(tokens[len(prompt) :]), gap
 
-    def _attention(self, attention: object, x: np.ndarray) -> np.ndarray:
+    def _attention(self, attention: object, x: np.ndarray, window: int | None) -> np.ndarray:
+        """Token i sees min(i + 1, window) tokens, the last of which is itself."""
         config, length = self._config, len(x)
-        q = (x @ _weight(attention.q_proj).T).reshape(length, config.num_heads, config.head_dim)
-        k = (x @ _weight(attention.k_proj).T).reshape(length, config.num_kv_heads, config.head_dim)
-        v = (x @ _weight(attention.v_proj).T).reshape(length, config.num_kv_heads, config.head_dim)
+        q = _linear(attention.q_proj, x).reshape(length, config.num_heads, config.head_dim)
+        k = _linear(attention.k_proj, x).reshape(length, config.num_kv_heads, config.head_dim)
+        v = _linear(attention.v_proj, x).reshape(length, config.num_kv_heads, config.head_dim)
         q, k = _rotate(q, config), _rotate(k, config)
+        age = np.arange(length)[:, None] - np.arange(length)
+        hidden = (age < 0) | (age >= (length if window is None else window))
         group = config.num_heads // config.num_kv_heads
         out = np.empty_like(q)
         for head in range(config.num_heads):
             scores = q[:, head] @ k[:, head // group].T / np.sqrt(config.head_dim)
-            scores[np.triu_indices(length, 1)] = -np.inf
+            scores[hidden] = -np.inf
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v[:, head // group]
-        return out.reshape(length, -1) @ _weight(attention.o_proj).T
+        return _linear(attention.o_proj, out.reshape(length, -1))
 
 
 def _weight(layer: object) -> np.ndarray:
     return np.asarray(layer.weight[...], np.float64)
+
+
+def _linear(layer: object, x: np.ndarray) -> np.ndarray:
+    y = x @ _weight(layer).T
+    return y if layer.bias is None else y + np.asarray(layer.bias[...], np.float64)
 
 
 def _rms_norm(norm: object, x: np.ndarray, config: ModelConfig) -> np.ndarray:

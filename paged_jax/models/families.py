@@ -6,10 +6,11 @@ that does not load.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paged_jax.config import nearest
-from paged_jax.models.config import ModelConfig, RopeScaling
+from paged_jax.models.config import LayerType, ModelConfig, RopeScaling
 
 # What transformers assumes when a family's config.json leaves the key out.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -19,14 +20,21 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    "Qwen2ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
 }
-_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_BY_MODEL_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a parsed `config.json` (Llama, and Mistral without an active sliding window).
+    """The `ModelConfig` of a parsed `config.json` (Llama, Mistral and Qwen2).
 
     Rope scaling is read from `rope_scaling` or `rope_parameters`, its kind from `rope_type` or the older
     `type`, and fields left out get the defaults of transformers, so that the result says everything. Raises
@@ -46,21 +54,17 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     hidden_size = _integer(values, "hidden_size")
     num_heads = _integer(values, "num_attention_heads")
     max_positions = _integer(values, "max_position_embeddings")
-    window = values.get("sliding_window")
-    if family == "MistralForCausalLM" and window is not None and window < max_positions:
-        raise ValueError(
-            f"sliding_window {window} is shorter than max_position_embeddings {max_positions}: "
-            "sliding-window attention is not supported"
-        )
     if values.get("head_dim") is None and hidden_size % num_heads:
         raise ValueError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
     theta, scaling = _rope(values, max_positions)
-    llama = family == "LlamaForCausalLM"  # Mistral's layers have no biases, whatever its config says
-    return ModelConfig(
+    num_layers = _integer(values, "num_hidden_layers")
+    window, kinds = _windows(family, values, num_layers)
+    llama = family == "LlamaForCausalLM"  # the others' biases are fixed, whatever their config says
+    model = ModelConfig(
         vocab_size=_integer(values, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_integer(values, "intermediate_size"),
-        num_layers=_integer(values, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_integer(values, "num_key_value_heads", num_heads),
         head_dim=_integer(values, "head_dim", hidden_size // num_heads),
@@ -70,9 +74,13 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=scaling,
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         attention_bias=llama and bool(values.get("attention_bias", False)),
+        qkv_bias=family == "Qwen2ForCausalLM",
         mlp_bias=llama and bool(values.get("mlp_bias", False)),
+        sliding_window=window,
+        layer_types=kinds,
         dtype=_dtype(values),
     )
+    return _without_idle_windows(model)
 
 
 def _family(config: Mapping[str, Any]) -> str:
@@ -86,6 +94,36 @@ def _family(config: Mapping[str, Any]) -> str:
     if name not in _FAMILY_DEFAULTS:
         raise ValueError(f"architecture {name!r} is not supported{nearest(name, list(_FAMILY_DEFAULTS))}")
     return name
+
+
+def _windows(
+    family: str, values: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, tuple[LayerType, ...] | None]:
+    """The sliding window, None where no layer has it, and the layers' types, None where the family has but one."""
+    window: int | None = None
+    if family == "MistralForCausalLM" or (family == "Qwen2ForCausalLM" and values["use_sliding_window"]):
+        window = None if values["sliding_window"] is None else _integer(values, "sliding_window")
+    kinds = values.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ValueError(f"layer_types in config.json must be a list, got {kinds!r}")
+    if family != "Qwen2ForCausalLM":
+        if window is not None and set(kinds or ()) - {"sliding_attention"}:
+            raise ValueError(f"layer_types is not supported for {family}: its sliding_window holds for all layers")
+        return window, None
+    if kinds is None:
+        full = num_layers if window is None else min(_integer(values, "max_window_layers", least=0), num_layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
+    return window if "sliding_attention" in kinds else None, tuple(kinds)
+
+
+def _without_idle_windows(config: ModelConfig) -> ModelConfig:
+    """The same model, said with fewer words: a window as long as the model's context hides nothing."""
+    window = config.sliding_window
+    if window is None or window >= config.max_position_embeddings:
+        return replace(config, sliding_window=None, layer_types=None)
+    if None not in config.layer_windows:
+        return replace(config, layer_types=None)
+    return config
 
 
 def _dtype(values: Mapping[str, Any]) -> str:
@@ -153,13 +191,13 @@ def _attention_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _integer(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(values: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
     value = values.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json has no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} in config.json must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key} in config.json must be an integer of at least {least}, got {value!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Random Llama weights that any process can draw again: numpy only, so that tests need no torch."""
+"""Random Llama, Mistral or Qwen2 weights that any process can draw again: numpy only, so tests need no torch."""
 
 from collections.abc import Mapping
 
@@ -6,9 +6,7 @@ import numpy as np
 
 
 def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a Hugging Face Llama with this `config.json` (a tied head is left
-    out).
-    """
+    """Name -> shape of every tensor of a Hugging Face model with this `config.json` (a tied head is left out)."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -33,7 +31,11 @@ def weight_shapes(config: Mapping) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         for name, shape in rows.items():
             shapes[f"{prefix}.{name}.weight"] = shape
-            if config.get("attention_bias" if name.startswith("self_attn") else "mlp_bias"):
+            if config.get("model_type") == "qwen2":
+                has_bias = name.startswith("self_attn") and name != "self_attn.o_proj"
+            else:
+                has_bias = config.get("attention_bias" if name.startswith("self_attn") else "mlp_bias")
+            if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = shape[:1]
     return shapes
 

@@ -1,9 +1,8 @@
 """The decoder through its pages, against Hugging Face's logits; and the loading of its weights."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from paged_decoder import run
 from random_llama import random_weights
 
-from paged_jax.models.attention import AttentionBatch, AttentionOptions, GroupBatch
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder, stack_layers
 from paged_jax.models.families import from_hf
@@ -22,7 +21,6 @@ from paged_jax.models.weights import dummy_decoder, load_decoder
 REFERENCE = Path(__file__).parent / "hf_reference"
 VARIANTS = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 SEED = 7  # of make_hf_reference.py
-BLOCK_SIZE = 16
 
 
 @cache
@@ -36,46 +34,6 @@ def reference(variant: str) -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
 def load(variant: str) -> Decoder:
     config = reference(variant)[0]
     return load_decoder(from_hf(config), random_weights(config, SEED), jnp.dtype("float32"))
-
-
-@partial(jax.jit, static_argnames=("graph", "options"))
-def forward(graph, state, token_ids, pages, batch, options):
-    model = nnx.merge(graph, state)
-    hidden, pages = model(token_ids, pages, batch, options)
-    return model.logits(hidden), pages
-
-
-def run(model: Decoder, tokens: np.ndarray, chunks: Sequence[int], implementation: str | None = None) -> np.ndarray:
-    """Logits [length, vocab] of one sequence that is computed in chunks, each padded to the longest."""
-    config, length = model.config, len(tokens)
-    num_blocks = -(-length // BLOCK_SIZE)
-    padded = max(chunks)
-    options = AttentionOptions(1 + num_blocks, implementation)
-    graph, state = nnx.split(model)
-    shape = (config.num_layers * (1 + num_blocks), BLOCK_SIZE, 2 * config.num_kv_heads, config.head_dim)
-    pages = (jnp.full(shape, jnp.nan),)
-    table = (1 + np.random.default_rng(0).permutation(num_blocks)).astype(np.int32)
-    logits, start = [], 0
-    for chunk in chunks:
-        positions = np.zeros(padded, np.int32)
-        token_ids, offsets, blocks = positions.copy(), positions.copy(), positions.copy()
-        positions[:chunk] = np.arange(start, start + chunk)
-        token_ids[:chunk] = tokens[start : start + chunk]
-        offsets[:chunk] = positions[:chunk] % BLOCK_SIZE
-        blocks[:chunk] = table[positions[:chunk] // BLOCK_SIZE]
-        batch = AttentionBatch(
-            positions=positions,
-            write_offsets=offsets,
-            kv_lens=np.array([start + chunk], np.int32),
-            cu_q_lens=np.array([0, chunk], np.int32),
-            num_seqs=np.array([1], np.int32),
-            groups=(GroupBatch(table[None], blocks),),
-        )
-        out, pages = forward(graph, state, token_ids, pages, batch, options)
-        logits.append(np.asarray(out)[:chunk])
-        start += chunk
-    assert start == length
-    return np.concatenate(logits)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,60 @@ def test_mistral_without_an_active_window():
     assert from_hf({**config, "sliding_window": 512}) == from_hf(LLAMA)
 
 
+def test_mistral_with_a_window_in_every_layer():
+    config = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+    expected = replace(from_hf(LLAMA), sliding_window=100)
+    assert from_hf({**config, "sliding_window": 100}) == expected
+    assert from_hf({**config, "sliding_window": 100, "layer_types": ["sliding_attention"] * 2}) == expected
+    # 4096 where nothing is said, as in transformers
+    assert from_hf({**config, "max_position_embeddings": 8192}).sliding_window == 4096
+
+
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "max_window_layers": 1}
+WINDOWED = {**QWEN2, "use_sliding_window": True}
+PLAIN_QWEN2 = replace(from_hf(LLAMA), qkv_bias=True)
+
+
+class TestQwen2:
+    def test_biases_are_those_of_queries_keys_and_values_whatever_the_config_says(self):
+        assert from_hf({**QWEN2, "attention_bias": True, "mlp_bias": True}) == PLAIN_QWEN2
+
+    def test_model_type_stands_in_for_architectures(self):
+        assert from_hf({**QWEN2, "architectures": None, "model_type": "qwen2"}) == PLAIN_QWEN2
+
+    def test_defaults_of_transformers(self):
+        few = {k: v for k, v in WINDOWED.items() if k in ("architectures", "vocab_size", "use_sliding_window")}
+        config = from_hf(
+            {**few, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 32, "num_hidden_layers": 30}
+        )
+        assert (config.max_position_embeddings, config.num_kv_heads, config.rms_norm_eps) == (32768, 32, 1e-6)
+        assert (config.sliding_window, config.layer_windows) == (4096, (None,) * 28 + (4096,) * 2)
+
+    def test_the_first_layers_see_everything(self):
+        kinds = ("full_attention", "sliding_attention")
+        assert from_hf(WINDOWED) == replace(PLAIN_QWEN2, sliding_window=100, layer_types=kinds)
+        assert from_hf({**WINDOWED, "max_window_layers": 0}) == replace(PLAIN_QWEN2, sliding_window=100)
+
+    def test_layer_types_go_before_max_window_layers(self):
+        kinds = ("sliding_attention", "full_attention")
+        config = from_hf({**WINDOWED, "layer_types": list(kinds)})
+        assert config == replace(PLAIN_QWEN2, sliding_window=100, layer_types=kinds)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"use_sliding_window": False},
+            {"sliding_window": None},
+            {"sliding_window": 512},
+            {"max_window_layers": 2},
+            {"max_window_layers": 28},
+            {"layer_types": ["full_attention"] * 2},
+        ],
+    )
+    def test_windows_that_hide_nothing_are_none(self, change):
+        assert from_hf({**WINDOWED, **change}) == PLAIN_QWEN2
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -131,7 +186,21 @@ def test_mistral_without_an_active_window():
         ({"architectures": [], "model_type": "opt"}, "'opt'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, "sliding_window 100"),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 100,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "layer_types is not supported for MistralForCausalLM",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window .* at least 1, got 0"),
+        ({**WINDOWED, "layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is not supported"),
+        ({**WINDOWED, "layer_types": ["sliding_attention"]}, "layer_types names 1 layers"),
+        ({**WINDOWED, "layer_types": "sliding_attention"}, "layer_types in config.json must be a list"),
+        ({**QWEN2, "layer_types": ["sliding_attention"] * 2}, "there is no sliding_window"),
+        ({**WINDOWED, "max_window_layers": -1}, "max_window_layers .* at least 0, got -1"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not supported"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "made-up", "factor": 2.0}}, "'made-up'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),

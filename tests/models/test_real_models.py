@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_decoder import run as decoder_logits
+from paged_decoder import run as decoder_logits
 
 from paged_jax.checkpoints.resolve import resolve
 from paged_jax.config import EngineConfig
