@@ -10,15 +10,58 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 POLICIES = {
-    "scheduling_policy": {"fcfs": "paged_jax.engine.policies.fcfs:FCFSQueue"},
-    "victim_policy": {"last_arrived": "paged_jax.engine.policies.last_arrived:LastArrivedVictim"},
+    "batching": {
+        "continuous": "paged_jax.engine.policies.continuous:ContinuousBatching",
+        "static": "paged_jax.engine.policies.static:StaticBatching",
+    },
+    "scheduling_policy": {
+        "fcfs": "paged_jax.engine.policies.fcfs:FCFSQueue",
+        "priority": "paged_jax.engine.policies.priority:PriorityQueue",
+        "sjf": "paged_jax.engine.policies.sjf:ShortestJobFirst",
+        "srpt": "paged_jax.engine.policies.srpt:ShortestRemainingTime",
+        "longest_prefix_match": "paged_jax.engine.policies.longest_prefix_match:LongestPrefixMatch",
+        "fair": "paged_jax.engine.policies.fair:FairQueue",
+    },
+    "length_predictor": {
+        "oracle": "paged_jax.engine.policies.oracle_length:OracleLength",
+        "prompt_length": "paged_jax.engine.policies.prompt_length:PromptLength",
+        "constant": "paged_jax.engine.policies.constant_length:ConstantLength",
+    },
+    "preemption_mode": {
+        "recompute": "paged_jax.engine.policies.recompute:Recompute",
+        "swap": "paged_jax.engine.policies.swap:SwapOut",
+        "auto": "paged_jax.engine.policies.auto_preemption:AutoPreemption",
+    },
+    "victim_policy": {
+        "last_arrived": "paged_jax.engine.policies.last_arrived:LastArrivedVictim",
+        "longest_remaining": "paged_jax.engine.policies.longest_remaining:LongestRemainingVictim",
+        "most_blocks": "paged_jax.engine.policies.most_blocks:MostBlocksVictim",
+        "fewest_tokens_lost": "paged_jax.engine.policies.fewest_tokens_lost:FewestTokensLostVictim",
+        "lowest_priority": "paged_jax.engine.policies.lowest_priority:LowestPriorityVictim",
+    },
+    "allocator": {
+        "paged": "paged_jax.kv_cache.manager:KVCacheManager",
+        "reserve_max": "paged_jax.kv_cache.reservation:ReserveMax",
+        "reserve_pow2": "paged_jax.kv_cache.reservation:ReservePow2",
+        "reserve_oracle": "paged_jax.kv_cache.reservation:ReserveOracle",
+    },
     "prefix_cache": {
         "hash": "paged_jax.kv_cache.prefix_cache.hash:HashPrefixCache",
+        "radix": "paged_jax.kv_cache.prefix_cache.radix:RadixPrefixCache",
         "none": "paged_jax.kv_cache.prefix_cache.none:NoPrefixCache",
     },
-    "eviction": {"lru": "paged_jax.kv_cache.eviction.lru:LRUEviction"},
+    "eviction": {
+        "lru": "paged_jax.kv_cache.eviction.lru:LRUEviction",
+        "lfu": "paged_jax.kv_cache.eviction.lfu:LFUEviction",
+        "fifo": "paged_jax.kv_cache.eviction.fifo:FIFOEviction",
+        "cost": "paged_jax.kv_cache.eviction.cost:CostEviction",
+        "belady": "paged_jax.kv_cache.eviction.belady:BeladyEviction",
+    },
 }
 """Short names of policies, by config field, and the classes they mean."""
+
+RESERVATIONS = ("reserve_max", "reserve_pow2", "reserve_oracle")
+"""Allocators that give a request one contiguous run of blocks for all the tokens it may ever have."""
 
 
 DEFAULT_CPU_KV_CACHE_MEMORY = 2**30
@@ -62,14 +105,53 @@ class EngineConfig(StrictModel):
     """Of the KV pages; auto is the same as dtype."""
     enable_chunked_prefill: bool = True
     """Split prompts into chunks that share steps with decodes. Off, a prompt must fit one step's budget."""
-    prefix_cache: str = "hash"
-    """Reuse of KV blocks between requests: "hash", "none", or "package.module:Class"."""
+    batching: str = "continuous"
+    """Who shares a batch: "continuous" (decided at every step), "static" (fixed until all of it is done), or
+    "package.module:Class"."""
+    budget_order: Literal["decode_first", "prefill_first"] = "decode_first"
+    """Who gets a step's token budget first: running decodes, or prompts."""
+    allocator: str = "paged"
+    """How KV memory is given out: "paged", Orca's contiguous "reserve_max", "reserve_pow2" and "reserve_oracle", or
+    "package.module:Class"."""
+    prefix_cache: str | None = None
+    """Reuse of KV blocks between requests: "hash", "radix", "none", or "package.module:Class"; unset, "hash" with paged
+    memory and "none" with reservations."""
     eviction: str | None = None
-    """Which unused cached block is given up first: "lru" (when unset) or "package.module:Class"."""
+    """Which unused cached block is given up first: "lru" (when unset), "lfu", "fifo", "cost", "belady" (knows the
+    future: for replay), or "package.module:Class"."""
     scheduling_policy: str = "fcfs"
-    """Order of the waiting queue: "fcfs" or "package.module:Class"."""
+    """Order of the waiting queue: "fcfs", "priority", "sjf", "srpt", "longest_prefix_match", "fair", or
+    "package.module:Class"."""
+    aging_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after its arrival from which on a waiting request goes before all that came later, whatever the
+    policy; unset, 60 with "priority" and never with "sjf", "srpt" and "longest_prefix_match"."""
+    fair_quantum: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that "fair" grants each user in a round; unset, 512."""
+    length_predictor: str | None = None
+    """Whence "sjf", "srpt" and "longest_remaining" know output lengths: "oracle" (the workload), "prompt_length" (as
+    long as the prompt), "constant" (when unset), or "package.module:Class"."""
+    constant_output_len: Annotated[int, Field(ge=1)] | None = None
+    """What "constant" predicts; unset, 256 tokens."""
+    preemption_mode: str = "recompute"
+    """What becomes of a preempted request's keys and values: "recompute", "swap" (to host memory and back), "auto" (the
+    cheaper one), or "package.module:Class"."""
     victim_policy: str = "last_arrived"
-    """Who is preempted when blocks run out: "last_arrived" or "package.module:Class"."""
+    """Who is preempted when blocks run out: "last_arrived", "longest_remaining", "most_blocks", "fewest_tokens_lost",
+    "lowest_priority", or "package.module:Class"."""
+    max_preemptions: Annotated[int, Field(ge=0)] = 8
+    """A request preempted this often is spared while others run; of spared ones the last to arrive gives way."""
+    watermark: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the blocks that admission leaves free for those who run already."""
+    num_swap_blocks: Annotated[int, Field(ge=0)] | None = None
+    """Blocks of host memory for swapping; unset, as many as swap_space holds."""
+    swap_space: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of host memory for swapping; unset, 1 GiB. Refused together with num_swap_blocks."""
+    swap_block_cost: Annotated[float, Field(ge=0)] | None = None
+    """Tokens whose recomputation costs as much as moving one block to the host and back, for "auto"; unset, 4."""
+    max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
+    """Most log-probabilities that a request may ask for with each token, and most candidates of a beam."""
+    trace_file: str | None = None
+    """Where every decision is written, one JSON line per event, for `paged-jax replay` and `diff`."""
     attention_implementation: Literal["auto", "reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"] = "auto"
     """Which ragged_paged_attention runs; auto is the kernel of the platform that serves the model, else xla."""
     attention_interpret: bool = False
@@ -103,8 +185,7 @@ class EngineConfig(StrictModel):
         for name in POLICIES:
             if getattr(self, name) is not None:
                 policy_path(name, getattr(self, name))
-        if self.prefix_cache == "none" and self.eviction is not None:
-            raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
+        self._check_policies()
         if self.attention_interpret and self.attention_implementation in ("auto", "reference", "xla"):
             raise ValueError(
                 f"attention_interpret has no effect with attention_implementation {self.attention_implementation!r}: "
@@ -120,6 +201,62 @@ class EngineConfig(StrictModel):
                     f"({self.max_num_batched_tokens})"
                 )
         return self
+
+    def _check_policies(self) -> None:
+        """Refuse pairs that cannot work and settings that no policy reads."""
+        if self.allocator in RESERVATIONS and self.prefix_cache not in (None, "none"):
+            raise ValueError(
+                f"allocator {self.allocator!r} gives each request one contiguous run of blocks, which nobody else can "
+                f"share: leave prefix_cache ({self.prefix_cache!r}) unset"
+            )
+        if self.prefix_cache_name == "none" and self.eviction is not None:
+            raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
+        if self.scheduling_policy == "longest_prefix_match" and self.prefix_cache_name == "none":
+            raise ValueError(
+                "scheduling_policy 'longest_prefix_match' asks the prefix cache, and there is none: "
+                "choose another policy or a prefix_cache"
+            )
+        if self.allocator in RESERVATIONS and self.watermark:
+            raise ValueError(
+                f"watermark has no effect with allocator {self.allocator!r}, whose requests never grow: leave it unset"
+            )
+        if self.num_swap_blocks is not None and self.swap_space is not None:
+            raise ValueError("num_swap_blocks and swap_space both set the size of host memory: give one of them")
+        for field, readers in READERS.items():
+            if getattr(self, field) is None:
+                continue
+            # a policy of one's own may read any setting
+            if not any(
+                ":" in getattr(self, other) or getattr(self, other) in names for other, names in readers.items()
+            ):
+                wanted = " or ".join(f"{other} {name!r}" for other, names in readers.items() for name in names)
+                raise ValueError(f"{field} has no effect without {wanted}: leave it unset")
+        if self.constant_output_len is not None and self.length_predictor not in (None, "constant"):
+            raise ValueError(
+                f"constant_output_len has no effect with length_predictor {self.length_predictor!r}: leave it unset"
+            )
+        if self.batching == "static" and self.scheduling_policy == "srpt":
+            raise ValueError(
+                "scheduling_policy 'srpt' takes places of requests that run, and batching 'static' fixes a batch until "
+                "it is done: use 'sjf'"
+            )
+
+    @property
+    def prefix_cache_name(self) -> str:
+        """The prefix cache in use, unset or not."""
+        return self.prefix_cache or ("none" if self.allocator in RESERVATIONS else "hash")
+
+
+READERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "aging_s": {"scheduling_policy": ("priority", "sjf", "srpt", "longest_prefix_match")},
+    "fair_quantum": {"scheduling_policy": ("fair",)},
+    "length_predictor": {"scheduling_policy": ("sjf", "srpt", "fair"), "victim_policy": ("longest_remaining",)},
+    "constant_output_len": {"scheduling_policy": ("sjf", "srpt", "fair"), "victim_policy": ("longest_remaining",)},
+    "num_swap_blocks": {"preemption_mode": ("swap", "auto")},
+    "swap_space": {"preemption_mode": ("swap", "auto")},
+    "swap_block_cost": {"preemption_mode": ("auto",)},
+}
+"""Settings that only some policies read, and which."""
 
 
 def _as_tuples(value: Any) -> Any:

@@ -1,19 +1,22 @@
 """The step loop: schedule, run, update. The same for a real device and for a modelled one."""
 
-import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_jax.config import EngineConfig
+from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.clock import Clock
-from paged_jax.engine.policies import load_policy
+from paged_jax.engine.door import Door
+from paged_jax.engine.policies import PolicyContext, load_policy
 from paged_jax.engine.request import Request, RequestMetrics
-from paged_jax.engine.scheduler import Scheduler
+from paged_jax.engine.scheduler import Policies, Scheduler
 from paged_jax.engine.stats import StepStats
-from paged_jax.execution.plan import SchedulerOutput, StepResult
-from paged_jax.kv_cache.manager import KVCacheManager
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.execution.plan import SchedulerOutput, StepResult, Swap
+from paged_jax.kv_cache.group import CacheGroup
+from paged_jax.kv_cache.manager import CacheSpec, KVCacheManager
+from paged_jax.kv_cache.prefix_cache import PrefixCache
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 from paged_jax.sampling.seeds import derive_seed
 from paged_jax.sampling.stop import TextStream
 
@@ -34,7 +37,17 @@ class Executor(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Usable KV blocks."""
+        """Usable KV blocks of each cache group."""
+        ...
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Blocks of host memory of each cache group; 0 without swapping."""
+        ...
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The kinds of layers."""
         ...
 
     def submit(self, plan: SchedulerOutput) -> StepHandle:
@@ -51,6 +64,11 @@ class Arrival:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    priority: int = 0
+    user: str = ""
+    cache_salt: str = ""
+    expected_output_len: int | None = None
+    """The true output length, for policies that are told it."""
 
 
 class Engine:
@@ -80,112 +98,157 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = executor.num_blocks
-        self.max_request_len = min(max_model_len, self.num_blocks * config.block_size)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        kv_cache = self._make_kv_cache()
+        self.max_request_len = kv_cache.max_request_len
         if self.max_request_len < 2:
-            raise ValueError("the KV cache holds one token: give it more memory, or more or larger blocks")
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < self.max_request_len:
+            raise ValueError(
+                "the KV cache holds one token, or less than a sliding window: give it more memory, or more or larger "
+                "blocks"
+            )
+        room = min(config.max_num_batched_tokens, kv_cache.max_chunk)
+        if not config.enable_chunked_prefill and room < self.max_request_len:
+            if room < config.max_num_batched_tokens:
+                raise ValueError(
+                    "without chunked prefill a prompt must fit the window's pages: raise num_blocks "
+                    f"({self.num_blocks}), or lower max_model_len"
+                )
             raise ValueError(
                 f"without chunked prefill a prompt must fit one step: raise max_num_batched_tokens "
                 f"({config.max_num_batched_tokens}) to the longest request ({self.max_request_len}), or lower "
                 "max_model_len"
             )
-        prefix_cache = load_policy("prefix_cache", config.prefix_cache)(config.block_size)
-        eviction = load_policy("eviction", config.eviction or "lru")()
-        self.scheduler = Scheduler(
-            config,
-            KVCacheManager(self.num_blocks, config.block_size, prefix_cache, eviction),
-            load_policy("scheduling_policy", config.scheduling_policy)(),
-            load_policy("victim_policy", config.victim_policy)(),
-            eos_token_ids,
+        self._door = Door(config, tokenizer, vocab_size, max_model_len, self.max_request_len, self.num_blocks)
+        self._predictor = load_policy("length_predictor", config.length_predictor or "constant")(config)
+        context = PolicyContext(config, clock.now, self._predictor.predict, kv_cache.num_cached_tokens)
+
+        def policy(field: str) -> Any:
+            return load_policy(field, getattr(config, field))(context)
+
+        policies = Policies(
+            policy("scheduling_policy"), policy("victim_policy"), policy("preemption_mode"), policy("batching")
         )
+        self.scheduler = Scheduler(config, kv_cache, policies)
         self.last_step: StepStats | None = None
-        self._requests: dict[str, Request] = {}  # those that have not ended
+        self._requests: dict[str, Request] = {}  # those that have not ended: the first sample of each prompt
         self._num_requests = 0
 
     def add_request(
         self,
         request_id: str,
         prompt: str | Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str = "",
+        expected_output_len: int | None = None,
     ) -> Request:
-        """Check a request and queue it.
+        """Check a request and queue it; of n samples or beams this is the first, see `Request.samples`.
+
+        `priority` (lower is more urgent) and `user` matter to policies that look at them; prefixes are shared only
+        between requests of the same `cache_salt`; `expected_output_len` is the true number of output tokens, which only
+        a workload can know, for policies that are told it.
 
         Raises ValueError, one sentence, for a prompt or parameters that cannot be served; nothing else is touched.
         """
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
-        text, token_ids = self._tokenize(prompt)
-        self._validate(token_ids, params)
+        text, token_ids = self._door.tokenize(prompt)
+        self._door.check_prompt(token_ids)
+        if expected_output_len is not None and expected_output_len < 1:
+            raise ValueError(f"expected_output_len must be 1 or more, got {expected_output_len}")
+        is_beams = isinstance(params, BeamSearchParams)
+        sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens) if is_beams else params
+        stops = () if is_beams else params.stop_token_ids
+        ends = frozenset(stops) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        width = params.beam_width if is_beams else params.n
+        self._door.check_params(sampling, ends, width)
+        if is_beams:
+            self._door.check_beams(params, ends)
         number = self._num_requests
-        stream = None
-        if self.tokenizer is not None:
-            stream = TextStream(
-                self.tokenizer.backend,
-                token_ids,
-                params.stop_strings,
-                params.include_stop_str_in_output,
-                params.skip_special_tokens,
-            )
-        request = Request(
+        longest = self.max_request_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        leader = Request(
             request_id=request_id,
             number=number,
             prompt=text,
             prompt_token_ids=token_ids,
-            sampling_params=params,
-            seed=derive_seed(self.config.seed, number) if params.seed is None else params.seed,
-            max_total_tokens=self.max_request_len,
+            sampling_params=sampling,
+            seed=derive_seed(self.config.seed, number) if sampling.seed is None else sampling.seed,
+            max_total_tokens=longest,
             metrics=RequestMetrics(self.clock.now() if arrival_time is None else arrival_time),
-            text=stream,
+            end_token_ids=ends,
+            text=None if is_beams else self._text_stream(token_ids, params),
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+            expected_output_len=expected_output_len,
+            logprobs=[] if is_beams or params.logprobs is not None else None,
         )
-        self._num_requests += 1
-        self._requests[request_id] = request
-        self.scheduler.add(request)
-        return request
+        leader.max_total_tokens = min(longest, self.scheduler.kv_cache.reserved_len(leader))
+        if self.config.length_predictor is not None:
+            self._predictor.predict(leader)  # it may miss something
+        if is_beams:
+            leader.beam_search = BeamSearch(params, ends, leader.max_total_tokens - len(token_ids))
+            leader.beam_search.beams = [leader]
+        if width > 1:
+            samples = (leader, *(self._sample(leader, index) for index in range(1, width)))
+            for sample in samples:
+                sample.siblings = samples
+            leader.pending_samples = samples[1:]
+        self._num_requests += width
+        self._requests[request_id] = leader
+        self.scheduler.add(leader, self.clock.now())
+        return leader
 
     def step(self) -> list[Request]:
-        """Run one iteration; returns the requests that gained a token, ended ones included."""
+        """Run one iteration; returns the requests that gained a token or left, each sample of a prompt by itself."""
         start = self.clock.now()
-        plan = self.scheduler.schedule()
-        if not plan.scheduled:
-            if self._requests and not plan.preempted:
+        scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
+        num_evicted = kv_cache.num_evicted
+        plan = scheduler.schedule(start)
+        if not plan.num_tokens:
+            left = scheduler.take_left()
+            if self._requests and not plan.preempted and not left:
                 raise RuntimeError(
                     f"nothing could be planned for {len(self._requests)} unfinished requests: "
                     f"check scheduling_policy {self.config.scheduling_policy!r} and "
                     f"victim_policy {self.config.victim_policy!r}"
                 )
-            return []
-        for request in plan.admitted:
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = start
-        num_waiting = len(self.scheduler.waiting)
-        num_running = len(self.scheduler.running)
-        in_use = self.scheduler.kv_cache.pool.num_in_use
-        entries = sum(len(t) for r in self.scheduler.running for t in r.block_tables)
+            self._forget_ended(left)
+            return left
+        num_waiting, num_running = len(scheduler.waiting), len(scheduler.running)
+        in_use = sum(pool.num_in_use for pool in kv_cache.pools)
+        entries = kv_cache.num_table_entries
         try:
             result = self.executor.submit(plan).result()
             self.clock.advance(result.modelled_seconds)
             now = self.clock.now()
-            advanced, usage = self.scheduler.update(plan, result, now)
+            advanced, usage = scheduler.update(plan, result, now)
         except BaseException:  # an interrupt, say: the device may be a token ahead of what is booked
-            self.scheduler.retract(plan)
+            scheduler.retract(plan)
             raise
-        for request in advanced:
-            if request.is_finished:
-                del self._requests[request.request_id]
+        self._forget_ended(advanced)
         if self.config.debug:
-            self.scheduler.check_integrity()
+            scheduler.check_integrity()
         self.last_step = StepStats(
             start_time=start,
             end_time=now,
             num_tokens=plan.num_tokens,
             num_padded_tokens=result.num_padded_tokens,
-            num_decode_tokens=sum(s.num_tokens == 1 for s in plan.scheduled),
+            num_decode_tokens=len(plan.decodes),
             num_running=num_running,
             num_waiting=num_waiting,
             num_preempted=len(plan.preempted),
+            num_swapped_out=_num_moved(plan.swap_outs),
+            num_swapped_in=_num_moved(plan.swap_ins),
+            num_copied=sum(map(len, plan.copies)),
+            num_evicted=kv_cache.num_evicted - num_evicted,
             blocks_in_use=in_use,
-            block_table_entries=entries,
+            block_table_entries=entries * len(plan.copies),
             kv=usage,
         )
         return advanced
@@ -195,43 +258,75 @@ class Engine:
         return bool(self._requests)
 
     def abort(self, request_id: str) -> None:
-        """End a request at once with reason "abort"; an id that is not in use is left alone."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.finish(request, "abort", self.clock.now())
+        """End a request at once, all its samples, with reason "abort"; an id that is not in use is left alone."""
+        leader = self._requests.pop(request_id, None)
+        for request in leader.samples if leader is not None else ():
+            if not request.is_finished:
+                self.scheduler.finish(request, "abort", self.clock.now())
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.kv_cache.reset_prefix_cache()
 
-    def _tokenize(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
-        if not isinstance(prompt, str):
-            try:
-                return None, tuple(operator.index(token) for token in prompt)
-            except TypeError:
-                raise ValueError("a prompt must be a string or a list of whole token ids") from None
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: give the prompt as token ids")
-        return prompt, tuple(self.tokenizer.encode(prompt))
+    def _make_kv_cache(self) -> KVCacheManager:
+        config, executor = self.config, self.executor
+        make_cache = load_policy("prefix_cache", config.prefix_cache_name)
+        make_eviction = load_policy("eviction", config.eviction or "lru")
 
-    def _validate(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        if not token_ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})")
-        if len(token_ids) >= self.max_request_len:
-            limit = (
-                f"max_model_len is {self.max_model_len}"
-                if self.max_request_len == self.max_model_len
-                else f"the KV cache holds {self.max_request_len} tokens ({self.num_blocks} blocks)"
-            )
+        def make_prefix_cache() -> PrefixCache:
+            return make_cache(config.block_size, make_eviction())
+
+        if any(group.sliding_window for group in executor.cache_groups) and not make_cache.supports_windows:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and {limit}: it must leave room for at least one output token"
+                f"prefix_cache {config.prefix_cache_name!r} gives up the ends of cached prefixes first, and this "
+                "model's sliding windows need just the ends: choose 'hash' or 'none'"
             )
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this model does not have: use stop_token_ids")
-        params.validate_for(self.vocab_size)
+        return load_policy("allocator", config.allocator)(
+            CacheSpec(
+                block_size=config.block_size,
+                num_blocks=executor.num_blocks,
+                groups=executor.cache_groups,
+                num_swap_blocks=executor.num_swap_blocks,
+                max_request_len=self.max_model_len,
+                max_step_tokens=config.max_num_batched_tokens,
+                watermark=config.watermark,
+                make_prefix_cache=make_prefix_cache,
+            )
+        )
+
+    def _sample(self, leader: Request, index: int) -> Request:
+        """Another sample of the leader's prompt."""
+        return replace(
+            leader,
+            number=leader.number + index,
+            sample_index=index,
+            metrics=RequestMetrics(leader.metrics.arrival_time),
+            token_ids=[],
+            block_contents=[],
+            text=None if leader.text is None else self._text_stream(leader.prompt_token_ids, leader.sampling_params),
+            logprobs=None if leader.logprobs is None else [],
+        )
+
+    def _text_stream(self, token_ids: tuple[int, ...], params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            return None
+        return TextStream(
+            self.tokenizer.backend,
+            token_ids,
+            params.stop_strings,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            params.min_tokens,
+        )
+
+    def _forget_ended(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.is_finished and all(sample.is_finished for sample in request.samples):
+                self._requests.pop(request.request_id, None)
+
+
+def _num_moved(swaps: Sequence[Swap]) -> int:
+    return sum(len(blocks) for swap in swaps for blocks in swap.device_blocks)
 
 
 def drive(
@@ -249,7 +344,16 @@ def drive(
         now = clock.now()
         while position < len(pending) and origin + pending[position].time <= now:
             arrival = pending[position]
-            engine.add_request(arrival.request_id, arrival.prompt_token_ids, arrival.params, origin + arrival.time)
+            engine.add_request(
+                arrival.request_id,
+                arrival.prompt_token_ids,
+                arrival.params,
+                origin + arrival.time,
+                priority=arrival.priority,
+                user=arrival.user,
+                cache_salt=arrival.cache_salt,
+                expected_output_len=arrival.expected_output_len,
+            )
             position += 1
         if engine.has_unfinished_requests():
             yield engine.step(), engine.last_step

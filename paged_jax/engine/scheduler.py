@@ -1,129 +1,473 @@
 """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024) over paged KV memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 from paged_jax.config import EngineConfig
-from paged_jax.engine.policies import VictimPolicy, WaitingQueue
+from paged_jax.engine.beam_search import BeamSearch
+from paged_jax.engine.policies import BatchingPolicy, PreemptionPolicy, QueuePolicy, VictimPolicy
 from paged_jax.engine.request import Request, RequestStatus
-from paged_jax.execution.plan import ScheduledRequest, SchedulerOutput, StepResult
+from paged_jax.execution.plan import Fork, ScheduledRequest, SchedulerOutput, StepResult, Swap, TokenLogprobs
 from paged_jax.kv_cache.manager import KVCacheManager
 from paged_jax.kv_cache.usage import KVUsage
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Who decides what."""
+
+    waiting: QueuePolicy
+    victims: VictimPolicy
+    preemption: PreemptionPolicy
+    batching: BatchingPolicy
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is made."""
+
+    budget: int
+    """Tokens that may still be planned."""
+    decodes: list[Request] = field(default_factory=list)
+    chunks: list[ScheduledRequest] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    swap_ins: list[Swap] = field(default_factory=list)
 
 
 class Scheduler:
     """Decides each step anew: who runs, how many tokens of each, who waits, who is preempted.
 
-    Running requests come first, in order of admission, each with all tokens it lacks or what is left of the budget:
-    one for a decode, a chunk for a prefill. Blocks that a running request lacks are taken from victims, whose
-    computed tokens are recomputed later. Waiting requests are admitted while slots, blocks and budget last, unless
-    somebody was preempted in this step.
+    First every running decode gets the block that its next token may need; blocks that are lacking are taken from
+    victims, whose computed tokens are recomputed or swapped back later. Then the step's budget is divided: decodes take
+    one token each, running prefills what they lack or what is left, in order of admission, and waiting requests are
+    admitted while slots, blocks and budget last, unless somebody had to give way in this step. With `prefill_first` the
+    decodes come last and may have to pause.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        kv_cache: KVCacheManager,
-        waiting: WaitingQueue,
-        victims: VictimPolicy,
-        eos_token_ids: Sequence[int],
-    ) -> None:
+    def __init__(self, config: EngineConfig, kv_cache: KVCacheManager, policies: Policies) -> None:
         self.kv_cache = kv_cache
-        self.waiting = waiting
+        self.waiting = policies.waiting
         self.running: list[Request] = []
-        self._victims = victims
+        self.ended_rows: list[Request] = []
+        """Of a batch that is not done: those that have ended and keep their rows."""
+        self._policies = policies
         self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_chunk = kv_cache.max_chunk
         self._chunked = config.enable_chunked_prefill
+        self._prefill_first = config.budget_order == "prefill_first"
+        self._max_preemptions = config.max_preemptions
         self._num_slots = config.max_num_seqs
         self._free_slots = list(reversed(range(self._num_slots)))
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._swap_outs: list[Swap] = []  # not yet in a plan that was run
+        self._reforked: list[Request] = []  # beams whose slot has another content than the device knows
+        self._left: list[Request] = []  # ended rows that have left since the last update
+        self._now = 0.0
 
-    def add(self, request: Request) -> None:
-        """Queue a request that has been validated."""
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that has been validated; the other samples of its prompt begin when it is computed."""
+        request.queued_time = now
         self.waiting.add(request)
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan one step and take the blocks for it."""
-        budget = self._max_num_batched_tokens
-        planned: dict[Request, int] = {}
-        preempted: list[Request] = []
-        for request in tuple(self.running):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # a victim of this very step
-            wanted = len(request.token_ids) - request.num_computed_tokens
-            count = min(wanted, budget)
-            if count == 0 or (count < wanted and not self._chunked):
-                continue
-            while not self.kv_cache.extend(request, count):
-                victim = self._victims.choose(self.running)
-                budget += planned.pop(victim, 0)  # it may have had its turn in this step already
-                self._preempt(victim)
-                preempted.append(victim)
-                if victim is request:
-                    break
-            else:
-                planned[request] = count
-                budget -= count
-        admitted: list[Request] = []
-        while not preempted and self.waiting and self._free_slots and budget:
-            request = self.waiting.peek()
-            match = self.kv_cache.match(request)
-            wanted = len(request.token_ids) - len(match[0]) * self.kv_cache.block_size
-            count = min(wanted, budget)
-            if count < wanted and not self._chunked:
-                break
-            if not self.kv_cache.admit(request, match, count):
-                break
-            self._admit(request)
-            admitted.append(request)
-            planned[request] = count
-            budget -= count
-        scheduled = tuple(
-            ScheduledRequest(r, r.num_computed_tokens, n, r.num_computed_tokens + n == len(r.token_ids))
-            for r, n in planned.items()
-        )
-        # a plan of nothing is not run: what was given up waits for the next one
-        emptied = tuple(self.kv_cache.take_emptied()) if scheduled else ()
-        return SchedulerOutput(scheduled, tuple(admitted), tuple(preempted), emptied)
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan one step and take the blocks for it; `now` is in seconds on the engine's clock."""
+        self._now = now
+        if self.ended_rows and not self.running:  # the last member of the batch was preempted or aborted
+            self._let_ended_rows_leave(now)
+        self._policies.batching.begin(self.waiting, self.running)
+        draft = _Draft(self._max_num_batched_tokens - len(self.ended_rows))
+        prefills = self._take_decodes(draft)
+        if not self._prefill_first:
+            draft.budget -= len(draft.decodes)
+        self._take_chunks(prefills, draft)
+        if not draft.preempted:
+            self._take_waiting(draft)
+        if self._prefill_first:
+            del draft.decodes[max(0, draft.budget) :]
+            draft.budget -= len(draft.decodes)
+        return self._finished_plan(draft)
 
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> tuple[list[Request], KVUsage]:
         """Book a step's tokens, offer full blocks to the prefix cache, and end requests that are done.
 
-        Returns the requests that gained a token, and the KV usage before those that ended gave their blocks back.
+        Returns the requests that gained a token or left, and the KV usage before those gave their blocks back.
         """
-        advanced = []
-        for part, new_tokens in zip(plan.scheduled, result.token_ids, strict=True):
-            request = part.request
-            request.num_computed_tokens = part.start + part.num_tokens
-            self.kv_cache.publish(request)
-            for token in new_tokens:
-                request.token_ids.append(token)
-                request.metrics.token_times.append(now)
-                self._check_stop(request, token)
-                if request.finish_reason is not None:
-                    break
-            if new_tokens:
+        kv_cache, running = self.kv_cache, RequestStatus.RUNNING
+        new_tokens = iter(zip(result.token_ids, result.logprobs or [None] * len(result.token_ids), strict=True))
+        advanced: list[Request] = []
+        searches: dict[BeamSearch, None] = {}
+        num_computed = 0
+        for (tokens, logprobs), request in zip(islice(new_tokens, len(plan.decodes)), plan.decodes, strict=True):
+            if request.status is not running:
+                continue  # aborted between the launch of the step and its result
+            num_computed += 1
+            computed = request.num_computed_tokens = request.num_computed_tokens + 1
+            if computed >= request.next_publish:
+                kv_cache.publish(request)
+            if request.beam_search is None:
+                self._append(request, tokens[0], logprobs, now)
                 advanced.append(request)
-                if request.metrics.first_token_time is None:
-                    request.metrics.first_token_time = now
-        usage = self.kv_cache.usage(self.running)
+            else:
+                request.beam_search.offer(request, logprobs)
+                searches[request.beam_search] = None
+        for (request, start, num_tokens, samples), (tokens, logprobs) in zip(
+            plan.chunks, islice(new_tokens, len(plan.chunks)), strict=True
+        ):
+            if request.status is not running:
+                continue
+            num_computed += num_tokens
+            request.num_computed_tokens = start + num_tokens
+            kv_cache.publish(request)
+            if samples and request.beam_search is not None:
+                request.beam_search.offer(request, logprobs)
+                searches[request.beam_search] = None
+            elif samples:
+                self._append(request, tokens[0], logprobs, now)
+                advanced.append(request)
+        kv_cache.advance(num_computed)
+        for (parent, child), (tokens, logprobs) in zip(plan.forks, new_tokens, strict=True):
+            if child.is_finished:
+                continue
+            self._begin_sample(parent, child, now)
+            self._append(child, tokens[0], logprobs, now)
+            advanced.append(child)
+        for search in searches:
+            if search.is_ready:
+                advanced += self._advance_search(search, now)
+        usage = kv_cache.usage()
         for request in advanced:
             if request.finish_reason is not None:
-                self.finish(request, request.finish_reason, now)
-        return advanced, usage
+                self._end(request, now)
+        if self.ended_rows and not self.running:
+            self._let_ended_rows_leave(now)
+        return list(dict.fromkeys(advanced + self.take_left())), usage
+
+    def take_left(self) -> list[Request]:
+        """Ended rows that have left their batch since they were asked for last."""
+        left, self._left = self._left, []
+        return left
 
     def retract(self, plan: SchedulerOutput) -> None:
         """Take back a step whose result was lost: its requests are preempted, to be recomputed from their tokens."""
         for part in reversed(plan.scheduled):
             if part.request.status is RequestStatus.RUNNING:
                 self._preempt(part.request)
+        for swap in plan.swap_outs:
+            if swap.request.status is RequestStatus.SWAPPED:
+                self._forget_swapped(swap.request)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
         """End a request wherever it is; its blocks and slot are free at once."""
-        if request.status is RequestStatus.RUNNING:
+        if request in self.ended_rows:
+            self.ended_rows.remove(request)
+            self._release(request)
+        elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._release(request)
+        elif request in request.samples[0].pending_samples:
+            leader = request.samples[0]
+            leader.pending_samples = tuple(r for r in leader.pending_samples if r is not request)
             self._release(request)
         else:
             self.waiting.remove(request)
+            if request.status is RequestStatus.SWAPPED:
+                self.kv_cache.discard_swapped(request)
+        self._close(request, reason, now)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, slots and lists of requests agree."""
+        holders = [*self.running, *self.ended_rows]
+        self.kv_cache.check_integrity(holders, list(self.waiting))
+        pending = [child for request in holders for child in request.pending_samples]
+        slots = [request.slot for request in holders + pending]
+        assert None not in slots, "a running request has no slot"
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or has two owners"
+        for request in self.waiting:
+            assert request.slot is None, "a waiting request owns a slot"
+            assert not request.block_tables, "a waiting request holds blocks"
+            swapped = request.status is RequestStatus.SWAPPED
+            assert bool(request.host_blocks) == swapped, "host memory is held by a request that is not swapped out"
+            assert swapped or request.num_computed_tokens == 0, "a waiting request counts computed tokens"
+
+    def _take_decodes(self, draft: _Draft) -> list[Request]:
+        """Give the running decodes room for a token each; returns the others that have something to compute."""
+        prefills = []
+        decodes, preempted = draft.decodes, draft.preempted
+        for request in tuple(self.running):
+            computed = request.num_computed_tokens
+            lacking = len(request.token_ids) - computed
+            if lacking == 1:
+                if preempted and request.slot is None:
+                    continue  # a victim of this very step
+                if computed < request.num_writable_tokens or self._make_room(request, 1, draft):
+                    decodes.append(request)
+            elif lacking:
+                prefills.append(request)
+        return prefills
+
+    def _take_chunks(self, prefills: Sequence[Request], draft: _Draft) -> None:
+        for request in prefills:
+            if request.slot is None:
+                continue  # a victim of this very step
+            count = self._chunk_size(request.num_computed_tokens, request, draft.budget)
+            if count and self._make_room(request, count, draft):
+                self._plan(request, count, draft)
+
+    def _take_waiting(self, draft: _Draft) -> None:
+        waiting, batching = self.waiting, self._policies.batching
+        while waiting and draft.budget > 0:
+            request = waiting.peek()
+            if not batching.admits(request):
+                return
+            if not self._admit(request, draft) and not self._displace(request, draft):
+                return
+
+    def _admit(self, request: Request, draft: _Draft) -> bool:
+        """Give a waiting request slots, blocks and its part of the budget, or nothing."""
+        if len(self._free_slots) <= len(request.pending_samples):
+            return False
+        kv_cache = self.kv_cache
+        if request.status is RequestStatus.SWAPPED:
+            count = self._chunk_size(request.num_computed_tokens, request, draft.budget)
+            moved = kv_cache.swap_in(request, count) if count else None
+            if moved is None:
+                return False
+            draft.swap_ins.append(Swap(request, *moved))
+        else:
+            cached = kv_cache.num_cached_tokens(request)
+            count = self._chunk_size(cached, request, draft.budget)
+            if not count or not kv_cache.admit(request, count):
+                return False
+        self.waiting.remove(request)
+        metrics = request.metrics
+        metrics.max_wait = max(metrics.max_wait, self._now - request.queued_time)
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = self._now
+            metrics.num_cached_tokens = request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        for owner in (request, *request.pending_samples):
+            owner.slot = self._free_slots.pop()
+            draft.admitted.append(owner)
+        self.running.append(request)
+        self._policies.batching.joined(request)
+        self._plan(request, count, draft)
+        return True
+
+    def _chunk_size(self, computed: int, request: Request, budget: int) -> int:
+        """Tokens of a request to compute in this step; 0 where its prompt may not be split and does not fit."""
+        lacking = len(request.token_ids) - computed
+        count = min(lacking, budget, self._max_chunk)
+        return count if count == lacking or self._chunked else 0
+
+    def _plan(self, request: Request, count: int, draft: _Draft) -> None:
+        start = request.num_computed_tokens
+        samples = start + count == len(request.token_ids)
+        draft.budget -= count
+        if samples and count == 1:
+            draft.decodes.append(request)
+            draft.budget += self._prefill_first  # decodes are counted once, at the end
+        else:
+            draft.chunks.append(ScheduledRequest(request, start, count, samples))
+
+    def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
+        """Get the blocks for a running request's next tokens; False if it had to give way itself."""
+        while not self.kv_cache.extend(request, count):
+            victim = self._choose_victim()
+            self._preempt_in(draft, victim)
+            if victim is request:
+                return False
+        return True
+
+    def _choose_victim(self) -> Request:
+        """The victim policy's choice among those that were not preempted too often; of such, the last to arrive."""
+        fair_game = [r for r in self.running if r.metrics.num_preemptions < self._max_preemptions]
+        if fair_game:
+            return self._policies.victims.choose(fair_game)
+        return max(self.running, key=lambda request: request.number)
+
+    def _displace(self, waiting: Request, draft: _Draft) -> bool:
+        """Preempt somebody whose place the queue policy gives to the one that waits; False if there is nobody."""
+        yielding = [
+            r
+            for r in self.running
+            if r.metrics.num_preemptions < self._max_preemptions
+            and r not in draft.admitted
+            and self.waiting.displaces(waiting, r)
+        ]
+        if yielding:
+            self._preempt_in(draft, self._policies.victims.choose(yielding))
+        return bool(yielding)
+
+    def _preempt_in(self, draft: _Draft, victim: Request) -> None:
+        """Preempt a request, which may have had its turn in this step already."""
+        if victim in draft.decodes:
+            draft.decodes.remove(victim)
+            draft.budget += not self._prefill_first
+        for part in [part for part in draft.chunks if part.request is victim]:
+            draft.chunks.remove(part)
+            draft.budget += part.num_tokens
+        lacking = len(victim.token_ids) - victim.num_computed_tokens
+        swaps = victim.num_computed_tokens and lacking and self._policies.preemption.swaps(victim)
+        moved = self.kv_cache.swap_out(victim) if swaps else None
+        if moved is not None:
+            self._swap_outs.append(Swap(victim, *moved))
+        self._preempt(victim, swapped=moved is not None)
+        draft.preempted.append(victim)
+
+    def _preempt(self, request: Request, swapped: bool = False) -> None:
+        self.running.remove(request)
+        request.status = RequestStatus.SWAPPED if swapped else RequestStatus.PREEMPTED
+        self._release(request)
+        for child in request.pending_samples:
+            self._release(child)
+        request.metrics.num_preemptions += 1
+        request.queued_time = self._now
+        self.waiting.requeue(request)
+
+    def _forget_swapped(self, request: Request) -> None:
+        """What was swapped out is lost or of no use: the request is recomputed."""
+        self.kv_cache.discard_swapped(request)
+        self._swap_outs = [swap for swap in self._swap_outs if swap.request is not request]
+        request.status = RequestStatus.PREEMPTED
+
+    def _release(self, request: Request) -> None:
+        """Give back the slot, and the blocks that are still there."""
+        if request.block_tables:
+            self.kv_cache.free(request)
+        if request.slot is not None:
+            self._free_slots.append(request.slot)
+            request.slot = None
+
+    def _finished_plan(self, draft: _Draft) -> SchedulerOutput:
+        idle = tuple(self.ended_rows)
+        if not draft.decodes and not draft.chunks:
+            # a plan of nothing is not run: what was given up and swapped out waits for the next one
+            return SchedulerOutput(preempted=tuple(draft.preempted))
+        parts = (*draft.decodes, *(part.request for part in draft.chunks if part.samples))
+        forks = [
+            Fork(r, child) for r in parts if r.pending_samples and not r.beam_search for child in r.pending_samples
+        ]
+        reforked = [r for r in self._reforked if r.slot is not None and r not in draft.admitted]
+        swap_outs, self._swap_outs, self._reforked = self._swap_outs, [], []
+        return SchedulerOutput(
+            decodes=draft.decodes,
+            chunks=draft.chunks,
+            forks=forks,
+            idle=idle,
+            admitted=(*draft.admitted, *reforked),
+            preempted=draft.preempted,
+            swap_outs=swap_outs,
+            copies=self.kv_cache.take_copies(),
+            swap_ins=draft.swap_ins,
+            emptied_blocks=self.kv_cache.take_emptied(),
+            num_tokens=len(draft.decodes) + len(idle) + sum(part.num_tokens for part in draft.chunks),
+        )
+
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Book a new token, and set the finish and stop reasons if it ends the request."""
+        token_ids, metrics = request.token_ids, request.metrics
+        token_ids.append(token)
+        metrics.token_times.append(now)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if logprobs is not None and request.logprobs is not None:
+            request.logprobs.append(logprobs)
+        if token in request.end_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in request.sampling_params.stop_token_ids else None
+        elif len(token_ids) >= request.max_total_tokens:
+            request.finish_reason = "length"
+        text = request.text
+        if text is not None and (request.finish_reason != "stop" or request.sampling_params.include_stop_str_in_output):
+            stop_string = text.append(token)
+            if stop_string is not None:
+                request.finish_reason = "stop"
+                request.stop_reason = stop_string
+
+    def _begin_sample(self, parent: Request, child: Request, now: float) -> None:
+        """A sample of a prompt that has been computed: it shares the blocks, and runs on its own from here."""
+        leader = child.samples[0]
+        leader.pending_samples = tuple(r for r in leader.pending_samples if r is not child)
+        child.metrics.first_scheduled_time = parent.metrics.first_scheduled_time
+        child.metrics.num_cached_tokens = parent.metrics.num_cached_tokens
+        child.status = RequestStatus.RUNNING
+        self.running.append(child)
+        if not self.kv_cache.fork(parent, child):
+            self._wait_for_recomputation(child, now)
+
+    def _wait_for_recomputation(self, request: Request, now: float) -> None:
+        """There is no room for another copy of what a running request begins with."""
+        self.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+        self._release(request)
+        request.queued_time = now
+        self.waiting.requeue(request)
+
+    def _advance_search(self, search: BeamSearch, now: float) -> list[Request]:
+        """All beams have been extended: keep the best, fork those that are kept more than once; returns all."""
+        chosen = search.choose()
+        if search.is_finished:
+            for request in search.beams:
+                request.finish_reason = "length"
+            leader = search.beams[0].samples[0]
+            for request in leader.pending_samples:  # it ended with its first token
+                self.finish(request, "length", now)
+            return list(search.beams)
+        spare = [r for r in search.beams if all(parent is not r for parent, _, _ in chosen)]
+        spare += search.beams[0].samples[0].pending_samples
+        history = {parent: (list(parent.token_ids), list(parent.logprobs)) for parent, _, _ in chosen}
+        continued: list[Request] = []
+        for parent, _, _ in chosen:
+            beam = parent
+            if parent in continued:
+                beam = spare.pop(0)
+                self._refork(parent, beam, now)
+                beam.token_ids, beam.logprobs = map(list, history[parent])
+            continued.append(beam)
+        # tokens come last: a parent must not have moved on when it is forked
+        for beam, (_, token, logprob) in zip(continued, chosen, strict=True):
+            self._append(beam, token, TokenLogprobs(logprob, 0, ()), now)
+            beam.finish_reason = beam.stop_reason = None  # the search decides that
+        search.continue_with(continued)
+        return continued
+
+    def _refork(self, parent: Request, beam: Request, now: float) -> None:
+        """Let a beam that was given up, or has not begun, go on from where its new parent is."""
+        if beam in beam.samples[0].pending_samples:
+            self._begin_sample(parent, beam, now)
+            return
+        if beam.status is RequestStatus.SWAPPED:
+            self._forget_swapped(beam)
+        beam.block_contents = list(parent.block_contents)
+        beam.match = None
+        if beam.status is not RequestStatus.RUNNING:
+            return
+        self.kv_cache.free(beam)
+        self._reforked.append(beam)
+        if not parent.block_tables or not self.kv_cache.fork(parent, beam):
+            self._wait_for_recomputation(beam, now)
+
+    def _end(self, request: Request, now: float) -> None:
+        """A running request has ended; in a static batch its row stays."""
+        if request.status is not RequestStatus.RUNNING:
+            self.finish(request, request.finish_reason, now)
+        elif self._policies.batching.keeps_rows:
+            self.running.remove(request)
+            self.ended_rows.append(request)
+        else:
+            self.running.remove(request)
+            self._release(request)
+            self._close(request, request.finish_reason, now)
+
+    def _let_ended_rows_leave(self, now: float) -> None:
+        for request in self.ended_rows:
+            self._release(request)
+            self._close(request, request.finish_reason, now)
+        self._left += self.ended_rows
+        self.ended_rows = []
+
+    def _close(self, request: Request, reason: str, now: float) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.metrics.finished_time = now
@@ -131,49 +475,3 @@ class Scheduler:
         if stop_string is not None:  # completed by the characters that were held back until the end
             request.finish_reason = "stop"
             request.stop_reason = stop_string
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks, slots and lists of requests agree."""
-        self.kv_cache.check_integrity(self.running)
-        slots = [request.slot for request in self.running]
-        assert None not in slots, "a running request has no slot"
-        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or has two owners"
-        for request in self.waiting:
-            assert request.slot is None, "a waiting request owns a slot"
-            assert not request.block_tables, "a waiting request holds blocks"
-
-    def _admit(self, request: Request) -> None:
-        self.waiting.remove(request)
-        if request.status is RequestStatus.WAITING:
-            request.metrics.num_cached_tokens = request.num_computed_tokens
-        request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
-        self.running.append(request)
-
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.metrics.num_preemptions += 1
-        self.waiting.requeue(request)
-
-    def _release(self, request: Request) -> None:
-        self.kv_cache.free(request)
-        self._free_slots.append(request.slot)
-        request.slot = None
-
-    def _check_stop(self, request: Request, token: int) -> None:
-        """Set the finish and stop reasons if this token ends the request, and add its text if it has any."""
-        params = request.sampling_params
-        is_eos = token in self._eos_token_ids and not params.ignore_eos
-        is_stop_token = token in params.stop_token_ids
-        if is_eos or is_stop_token:
-            request.finish_reason = "stop"
-            request.stop_reason = token if is_stop_token else None
-        elif request.num_output_tokens == params.max_tokens or len(request.token_ids) >= request.max_total_tokens:
-            request.finish_reason = "length"
-        if request.text is not None and (request.finish_reason != "stop" or params.include_stop_str_in_output):
-            stop_string = request.text.append(token)
-            if stop_string is not None:
-                request.finish_reason = "stop"
-                request.stop_reason = stop_string

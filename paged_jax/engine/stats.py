@@ -18,11 +18,19 @@ class StepStats:
     num_padded_tokens: int
     """Tokens of padding computed besides."""
     num_decode_tokens: int
-    """Tokens of requests that computed exactly one; the rest belong to prefill chunks."""
+    """Tokens of requests that computed just their newest one; the rest belong to prefill chunks and ended rows."""
     num_running: int
     num_waiting: int
     num_preempted: int
     """Requests preempted by this step's plan."""
+    num_swapped_out: int
+    """Blocks that moved to host memory before this step, of all cache groups."""
+    num_swapped_in: int
+    """Blocks that came back, of all cache groups."""
+    num_copied: int
+    """Shared blocks that were copied before they were written, of all cache groups."""
+    num_evicted: int
+    """Cached blocks that were given up for this step, of all cache groups."""
     blocks_in_use: int
     block_table_entries: int
     """Entries of all running requests' block tables; 4 bytes each on the device."""

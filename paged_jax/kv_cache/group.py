@@ -10,3 +10,5 @@ class CacheGroup:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    sliding_window: int | None = None
+    """Keys that a query sees, itself included; None: all. Pages that fell out of the window are given up."""

@@ -24,7 +24,7 @@ def _refuse_unknown_fields[T](cls: type[T]) -> type[T]:
     def checked(self: Any, *args: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
-                raise ValueError(f"SamplingParams has no field {name!r}{nearest(name, known)}")
+                raise ValueError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         init(self, *args, **values)
 
     cls.__init__ = checked  # type: ignore[method-assign]
@@ -44,6 +44,8 @@ class SamplingParams:
     Raises ValueError, one sentence that names the field, for unknown fields and values without a meaning.
     """
 
+    n: int = 1
+    """Samples of the prompt, which share its KV blocks; more than 1 wants a temperature."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, and anything below 1e-5 is stored as 0."""
     top_k: int = 0
@@ -56,6 +58,10 @@ class SamplingParams:
     """Makes this request's samples reproducible; unset, the engine derives one."""
     max_tokens: int | None = 16
     """Most output tokens; None: until the context is full."""
+    min_tokens: int = 0
+    """Fewest output tokens: before that, tokens that would end the request are not sampled."""
+    logprobs: int | None = None
+    """Report each output token's log-probability, and those of this many most likely tokens; None: none."""
     stop: str | tuple[str, ...] | list[str] | None = ()
     """End when the output text contains one of these; the text is cut before it."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
@@ -84,6 +90,11 @@ class SamplingParams:
             "max_tokens": None
             if max_tokens is None
             else _integer("max_tokens", max_tokens, 1, math.inf, "None or a whole number, 1 or more"),
+            "n": _integer("n", self.n, 1, INT32_MAX, "a whole number, 1 or more"),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, INT32_MAX, "a whole number, 0 or more"),
+            "logprobs": None
+            if self.logprobs is None
+            else _integer("logprobs", self.logprobs, 0, INT32_MAX, "None or a whole number, 0 or more"),
             "stop": stops,
             "stop_strings": stops,
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -93,6 +104,13 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens}): lower it, or raise "
+                "max_tokens"
+            )
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n ({self.n}) greedy samples would all be the same: set a temperature, or n to 1")
 
     @property
     def is_greedy(self) -> bool:
@@ -111,6 +129,39 @@ class SamplingParams:
                     f"stop_token_ids holds {token_id}, but the vocabulary ends at {vocab_size - 1} "
                     f"(it has {vocab_size} tokens)"
                 )
+
+
+@no_type_check
+@_refuse_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """What a beam search looks for. Field names are vLLM's.
+
+    Raises ValueError, one sentence that names the field, for unknown fields and values without a meaning.
+    """
+
+    beam_width: int
+    """Continuations that are kept at each step, and returned."""
+    max_tokens: int
+    """Most output tokens."""
+    length_penalty: float = 1.0
+    """Hypotheses are ranked by cumulative log-probability / generated tokens ** length_penalty."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave tokens such as <|im_end|> out of the text."""
+
+    def __post_init__(self) -> None:
+        values = {
+            "beam_width": _integer("beam_width", self.beam_width, 1, INT32_MAX, "a whole number, 1 or more"),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1, INT32_MAX, "a whole number, 1 or more"),
+            "length_penalty": _number("length_penalty", self.length_penalty, -100, 100, "a number from -100 to 100"),
+        }
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 def _number(name: str, value: Any, low: float, high: float, rule: str) -> float:

@@ -31,7 +31,10 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """Text of the first `min_tokens` tokens never counts towards a stop string."""
+        self._num_unmatched = min_tokens
         self._detokenizer = _Detokenizer(backend, prompt_token_ids, skip_special_tokens)
         # longest first: the first to match is then the longest of those that end at the same character
         self._matchers = [_Matcher(s) for s in sorted(stop_strings, key=len, reverse=True)]
@@ -53,7 +56,12 @@ class TextStream:
         """
         if self._ended:
             raise ValueError(f"token {token_id} comes after the end of the text: start another TextStream")
-        return self._extend(self._detokenizer.append(token_id))
+        text = self._detokenizer.append(token_id)
+        if self._num_unmatched:
+            self._num_unmatched -= 1
+            self._shown.append(text)
+            return None
+        return self._extend(text)
 
     def finish(self) -> str | None:
         """No more tokens will come: show what was held back, an incomplete character as U+FFFD.

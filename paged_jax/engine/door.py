@@ -1,0 +1,85 @@
+"""What is asked of every request before it is queued: one sentence says what is wrong and how to mend it."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.beam_search import num_candidates
+from paged_jax.execution.buckets import MAX_BANNED_TOKENS
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from paged_jax.checkpoints.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Door:
+    """Checks requests against an engine's limits. Its methods raise ValueError and change nothing."""
+
+    config: EngineConfig
+    tokenizer: "Tokenizer | None"
+    vocab_size: int
+    max_model_len: int
+    max_request_len: int
+    num_blocks: int
+
+    def tokenize(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
+        """The prompt's text, if it is one, and its tokens."""
+        if not isinstance(prompt, str):
+            try:
+                return None, tuple(map(operator.index, prompt))
+            except TypeError:
+                raise ValueError("a prompt must be a string or a list of whole token ids") from None
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give the prompt as token ids")
+        return prompt, tuple(self.tokenizer.encode(prompt))
+
+    def check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        """Not empty, of the vocabulary, and with room for one output token."""
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"prompt token id {token} is not in the vocabulary (0 to {self.vocab_size - 1})")
+        if len(token_ids) >= self.max_request_len:
+            limit = (
+                f"max_model_len is {self.max_model_len}"
+                if self.max_request_len == self.max_model_len
+                else f"the KV cache holds {self.max_request_len} tokens ({self.num_blocks} blocks)"
+            )
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens and {limit}: it must leave room for at least one output token"
+            )
+
+    def check_params(self, params: SamplingParams, end_token_ids: frozenset[int], width: int) -> None:
+        """What the model and the engine can do; `width` samples or beams run at once."""
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this model does not have: use stop_token_ids")
+        params.validate_for(self.vocab_size)
+        if width > self.config.max_num_seqs:
+            raise ValueError(
+                f"{width} samples or beams of a prompt run at once, more than max_num_seqs "
+                f"({self.config.max_num_seqs}): ask for fewer, or raise max_num_seqs"
+            )
+        if params.logprobs is not None and params.logprobs > min(self.config.max_logprobs, self.vocab_size):
+            raise ValueError(
+                f"logprobs ({params.logprobs}) is more than max_logprobs ({self.config.max_logprobs}) or the "
+                f"vocabulary ({self.vocab_size}): ask for fewer, or raise max_logprobs"
+            )
+        if params.min_tokens and len(end_token_ids) > MAX_BANNED_TOKENS:
+            raise ValueError(
+                f"min_tokens works with at most {MAX_BANNED_TOKENS} tokens that end a request, and this one has "
+                f"{len(end_token_ids)}: give fewer stop_token_ids"
+            )
+
+    def check_beams(self, params: BeamSearchParams, end_token_ids: frozenset[int]) -> None:
+        """Enough candidates must be at hand."""
+        wanted = num_candidates(params, len(end_token_ids))
+        if wanted > min(self.config.max_logprobs, self.vocab_size):
+            raise ValueError(
+                f"beam_width {params.beam_width} looks at {wanted} candidates of each beam, more than max_logprobs "
+                f"({self.config.max_logprobs}) or the vocabulary ({self.vocab_size}): choose a smaller beam_width, or "
+                "raise max_logprobs"
+            )
