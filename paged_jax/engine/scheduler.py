@@ -29,6 +29,8 @@ class _Draft:
 
     budget: int
     """Tokens that may still be planned."""
+    counts_decodes: bool = False
+    """Whether the budget is already less by the decodes."""
     decodes: list[Request] = field(default_factory=list)
     chunks: list[ScheduledRequest] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -80,6 +82,7 @@ class Scheduler:
         prefills = self._take_decodes(draft)
         if not self._prefill_first:
             draft.budget -= len(draft.decodes)
+            draft.counts_decodes = True
         self._take_chunks(prefills, draft)
         if not draft.preempted:
             self._take_waiting(draft)
@@ -263,11 +266,11 @@ class Scheduler:
     def _plan(self, request: Request, count: int, draft: _Draft) -> None:
         start = request.num_computed_tokens
         samples = start + count == len(request.token_ids)
-        draft.budget -= count
         if samples and count == 1:
             draft.decodes.append(request)
-            draft.budget += self._prefill_first  # decodes are counted once, at the end
+            draft.budget -= draft.counts_decodes
         else:
+            draft.budget -= count
             draft.chunks.append(ScheduledRequest(request, start, count, samples))
 
     def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
@@ -303,7 +306,7 @@ class Scheduler:
         """Preempt a request, which may have had its turn in this step already."""
         if victim in draft.decodes:
             draft.decodes.remove(victim)
-            draft.budget += not self._prefill_first
+            draft.budget += draft.counts_decodes
         for part in [part for part in draft.chunks if part.request is victim]:
             draft.chunks.remove(part)
             draft.budget += part.num_tokens

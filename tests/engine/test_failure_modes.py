@@ -37,7 +37,7 @@ def test_g02_cached_blocks_are_not_counted_as_free_as_well(bench: Bench) -> None
     engine = bench.engine(num_blocks=8)
     a, b, c_tail = bench.prompts([16, 13, 8])
     run(engine, (a, greedy(1)))
-    pool = engine.scheduler.kv_cache.pool
+    pool = engine.scheduler.kv_cache.pools[0]
     assert (pool.num_cached, pool.num_free) == (4, 4)
     request_b = engine.add_request("b", b, greedy(3))
     engine.step()

@@ -185,7 +185,7 @@ def test_requests_that_run_share_the_blocks_of_a_common_prefix() -> None:
     assert tables[0][:2] == tables[1][:2]
     assert tables[0][:1] == tables[2][:1]
     assert tables[0][1] != tables[2][1]
-    pool = engine.scheduler.kv_cache.pool
+    pool = engine.scheduler.kv_cache.pools[0]
     assert [pool.ref_count(block) for block in tables[0]] == [3, 2, 1]
     assert pool.num_in_use == 5
     usage = engine.last_step.kv
@@ -200,7 +200,7 @@ def test_least_recently_used_block_is_evicted_first_and_tails_before_heads() -> 
     for name, first in (("A", 0), ("B", 20)):
         add(engine, name, 8, 1, first)
         drain(engine)
-    pool = engine.scheduler.kv_cache.pool
+    pool = engine.scheduler.kv_cache.pools[0]
     assert (pool.num_cached, pool.num_free) == (4, 1)
     add(engine, "A again", 9, 1)  # hits both of A's blocks, which are then the most recent, and takes the free one
     drain(engine)
@@ -220,7 +220,7 @@ def test_without_the_prefix_cache_nothing_is_kept() -> None:
         request = add(engine, name, 8, 1)
         drain(engine)
         assert request.metrics.num_cached_tokens == 0
-    assert engine.scheduler.kv_cache.pool.num_free == engine.num_blocks
+    assert engine.scheduler.kv_cache.pools[0].num_free == engine.num_blocks
 
 
 def test_preempted_request_resumes_from_its_cached_blocks() -> None:
@@ -278,7 +278,7 @@ def test_statistics_of_a_step() -> None:
 
 
 def test_a_pool_of_one_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="the KV cache holds one token: give it more memory"):
+    with pytest.raises(ValueError, match="the KV cache holds one token, or less than a sliding window: give it more memory"):
         host_engine(num_blocks=1, block_size=1)
 
 

@@ -111,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
-        assert self.engine.scheduler.kv_cache.pool.num_cached == 0
+        assert self.engine.scheduler.kv_cache.pools[0].num_cached == 0
 
     @invariant()
     def accounting(self) -> None:
@@ -124,7 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
         running = [request.number for request in scheduler.running]
         waiting = [request.number for request in scheduler.waiting]
         assert running + waiting == sorted(running + waiting) or not self.in_order
-        pool, prefix_cache = scheduler.kv_cache.pool, scheduler.kv_cache.prefix_cache
+        pool, prefix_cache = scheduler.kv_cache.pools[0], scheduler.kv_cache.prefix_cache
         assert sum(pool._is_cached) == len(prefix_cache), "pool and prefix cache disagree on what is cached"
 
     def check_output(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.step()
                 check_accounting(self.engine)
         assert not self.live, f"requests are unfinished after {bound} steps"
-        pool = self.engine.scheduler.kv_cache.pool
+        pool = self.engine.scheduler.kv_cache.pools[0]
         assert pool.num_in_use == 0
         assert len(self.engine.scheduler._free_slots) == self.engine.config.max_num_seqs
         self.engine.reset_prefix_cache()
