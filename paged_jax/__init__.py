@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from paged_jax.llm import LLM
     from paged_jax.outputs import RequestOutput
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"
 
 

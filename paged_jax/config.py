@@ -68,6 +68,10 @@ DEFAULT_CPU_KV_CACHE_MEMORY = 2**30
 """Bytes of KV pages on a CPU when nothing sets their size."""
 
 
+DEFAULT_SWAP_SPACE = 2**30
+"""Bytes of host memory for swapping when nothing sets their size."""
+
+
 class StrictModel(BaseModel):
     """A frozen settings object that refuses unknown keys and silent type changes."""
 

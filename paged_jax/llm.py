@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from paged_jax.checkpoints.resolve import Checkpoint, resolve
 from paged_jax.checkpoints.tokenizer import Tokenizer
-from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, EngineConfig, parse
+from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, DEFAULT_SWAP_SPACE, EngineConfig, parse
 from paged_jax.engine.clock import Clock, WallClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
@@ -19,12 +19,12 @@ from paged_jax.execution.jax_executor import JaxExecutor, bytes_per_block
 from paged_jax.models.decoder import Decoder, stack_layers
 from paged_jax.models.weights import dummy_decoder, load_decoder
 from paged_jax.outputs import RequestOutput
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 from pallas_kernels.paged_attention import KERNELS, page_backend
 
 DEFAULT_MEMORY_UTILIZATION = 0.9
 
-type Prompt = str | Mapping[str, Sequence[int]]
+type Prompt = str | Mapping[str, Any]
 type Message = Mapping[str, str]
 
 
@@ -46,20 +46,24 @@ class EngineFactory:
                 f"{backend.upper()}: choose 'auto', or set attention_interpret to run it in Pallas' interpreter, slowly"
             )
         checkpoint = self._checkpoint(config)
-        dtype = _dtype(config, checkpoint, backend)
-        kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+        kv_dtype = (
+            _dtype(config, checkpoint, backend) if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+        )
         max_model_len = _max_model_len(config, checkpoint)
-        decoder = self._decoder(config, checkpoint, dtype, backend)
+        decoder = self.decoder(config)
         per_block = bytes_per_block(decoder.cache_groups, config.block_size, kv_dtype, page_backend(attention))
         num_blocks = _num_blocks(config, per_block, backend)
+        sees_all = any(group.sliding_window is None for group in decoder.cache_groups)
         executor = JaxExecutor(
             decoder,
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_request_len=min(max_model_len, num_blocks * config.block_size),
+            max_request_len=min(max_model_len, num_blocks * config.block_size) if sees_all else max_model_len,
             max_num_seqs=config.max_num_seqs,
             buckets=make_buckets(config),
             kv_dtype=kv_dtype,
+            num_swap_blocks=_num_swap_blocks(config, per_block),
+            max_logprobs=min(config.max_logprobs, checkpoint.config.vocab_size),
             attention_implementation=attention,
             attention_interpret=config.attention_interpret,
             debug=config.debug,
@@ -79,8 +83,11 @@ class EngineFactory:
             self._checkpoints[config.load_format] = resolve(self.model, config.load_format)
         return self._checkpoints[config.load_format]
 
-    def _decoder(self, config: EngineConfig, checkpoint: Checkpoint, dtype: jnp.dtype, backend: str) -> Decoder:
-        scanned = config.layer_loop == "scanned" or (config.layer_loop == "auto" and backend != "cpu")
+    def decoder(self, config: EngineConfig) -> Decoder:
+        """The model with its weights, as an engine of these settings runs it; loaded once for each dtype."""
+        backend, checkpoint = jax.default_backend(), self._checkpoint(config)
+        dtype = _dtype(config, checkpoint, backend)
+        scanned = None if config.layer_loop == "auto" else config.layer_loop == "scanned"
         seed = config.seed if checkpoint.tensors is None else None
         key = (dtype, scanned, seed)
         if key not in self._decoders:
@@ -88,7 +95,9 @@ class EngineFactory:
                 decoder = dummy_decoder(checkpoint.config, config.seed, dtype)
             else:
                 decoder = load_decoder(checkpoint.config, checkpoint.tensors, dtype)
-            self._decoders[key] = stack_layers(decoder) if scanned else decoder
+            if scanned or (scanned is None and backend != "cpu" and decoder.can_stack):
+                decoder = stack_layers(decoder)
+            self._decoders[key] = decoder
         return self._decoders[key]
 
 
@@ -138,6 +147,15 @@ def _num_blocks(config: EngineConfig, per_block: int, backend: str) -> int:
     return count
 
 
+def _num_swap_blocks(config: EngineConfig, per_block: int) -> int:
+    """Blocks of host memory: as configured, or as many as its budget holds; none if nothing is ever swapped."""
+    if config.preemption_mode == "recompute":
+        return 0
+    if config.num_swap_blocks is not None:
+        return config.num_swap_blocks
+    return (DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space) // per_block
+
+
 class LLM:
     """A model ready to generate, after vLLM's class of the same name.
 
@@ -164,14 +182,39 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt: a string, or `{"prompt_token_ids": [...]}`. Results come in the prompts' order.
+        """Complete each prompt: a string, `{"prompt": "..."}` or `{"prompt_token_ids": [...]}`.
 
-        One `sampling_params` serves all prompts, a sequence gives each its own. Raises ValueError, naming the prompt,
-        before anything runs when one of them cannot be served.
+        The mappings may also have `cache_salt`, `user` and `expected_output_len`, see `Engine.add_request`. Results
+        come in the prompts' order. One `sampling_params` serves all prompts, a sequence gives each its own; `priority`
+        has one number for each prompt, lower being more urgent. Raises ValueError, naming the prompt, before anything
+        runs when one of them cannot be served.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._generate([_prompt(p) for p in prompts], sampling_params, use_tqdm)
+        return self._generate([_prompt(p) for p in prompts], sampling_params, use_tqdm, priority)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The `beam_width` best continuations of each prompt, best first; prompts as for `generate`.
+
+        Beams share the blocks of what they have in common. Raises ValueError, naming the prompt, before anything runs
+        when one of them cannot be served.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"beam_search takes BeamSearchParams, got {params!r}")
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._generate([_prompt(p) for p in prompts], [params] * len(prompts), use_tqdm)
+
+    def update_weights(self, model: str) -> None:
+        """Go on with the weights of another checkpoint of the same shape, named as in the constructor.
+
+        What the old weights have computed is of no use: cached prefixes are forgotten. Raises ValueError when the
+        shapes differ, or while requests are unfinished; nothing is changed then.
+        """
+        self.engine.update_weights(EngineFactory(model).decoder(self.engine.config))
 
     def chat(
         self,
@@ -183,7 +226,7 @@ class LLM:
         if isinstance(messages, str | Mapping):
             raise ValueError('chat takes a list of messages such as {"role": "user", "content": "Hello"}')
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.tokenizer.encode_chat([dict(m) for m in c]) for c in conversations]
+        prompts = [{"prompt": self.tokenizer.encode_chat([dict(m) for m in c])} for c in conversations]
         return self._generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -195,10 +238,12 @@ class LLM:
         A prompt that cannot be served is refused when the first piece is asked for.
         """
         if isinstance(prompt, str | Mapping):
-            tokens = _prompt(prompt)
+            wanted = _prompt(prompt)
         else:
-            tokens = self.tokenizer.encode_chat([dict(m) for m in prompt])
-        request = self._add([tokens], sampling_params)[0]
+            wanted = {"prompt": self.tokenizer.encode_chat([dict(m) for m in prompt])}
+        if sampling_params is not None and sampling_params.n > 1:
+            raise ValueError(f"a stream is of one sample, not of n ({sampling_params.n}): use generate")
+        request = self._add([wanted], sampling_params)[0]
         try:
             shown = 0
             while not request.is_finished:
@@ -212,15 +257,17 @@ class LLM:
 
     def _generate(
         self,
-        prompts: list[str | Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: list[dict[str, Any]],
+        params: SamplingParams | Sequence[SamplingParams | BeamSearchParams] | None,
         use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        requests = self._add(prompts, sampling_params)
+        requests = self._add(prompts, params, priority)
+        samples = [sample for request in requests for sample in request.samples]
         try:
-            with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar:
+            with tqdm(total=len(samples), desc="generate", unit="request", disable=not use_tqdm) as bar:
                 tokens = 0
-                while not all(request.is_finished for request in requests):
+                while not all(sample.is_finished for sample in samples):
                     advanced = self.engine.step()
                     tokens += len(advanced)
                     seconds = bar.format_dict["elapsed"]
@@ -229,12 +276,13 @@ class LLM:
         finally:
             for request in requests:  # those that an interrupt has left unfinished
                 self.engine.abort(request.request_id)
-        return [RequestOutput.from_request(request) for request in requests]
+        return [RequestOutput.from_request(request, self.engine.tokenizer) for request in requests]
 
     def _add(
         self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams | BeamSearchParams] | None,
+        priority: Sequence[int] | None = None,
     ) -> list[Request]:
         """Queue all prompts, or none if one is refused."""
         if isinstance(sampling_params, list | tuple):
@@ -242,15 +290,19 @@ class LLM:
         else:
             params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         for own in params:
-            if not isinstance(own, SamplingParams):
+            if not isinstance(own, SamplingParams | BeamSearchParams):
                 raise ValueError(f"sampling_params must be SamplingParams, one or one for each prompt, got {own!r}")
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
+        urgency = [0] * len(prompts) if priority is None else list(priority)
+        if len(urgency) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(urgency)} priorities: give one for each")
         requests: list[Request] = []
         try:
-            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            for index, (prompt, own, urgent) in enumerate(zip(prompts, params, urgency, strict=True)):
                 try:
-                    requests.append(self.engine.add_request(str(next(self._request_ids)), prompt, own))
+                    request_id = str(next(self._request_ids))
+                    requests.append(self.engine.add_request(request_id, params=own, priority=urgent, **prompt))
                 except ValueError as error:
                     raise ValueError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         except BaseException:
@@ -260,9 +312,19 @@ class LLM:
         return requests
 
 
-def _prompt(prompt: Prompt) -> str | Sequence[int]:
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The keywords of `Engine.add_request` that a prompt stands for."""
     if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
-        raise ValueError('a prompt is a string or {"prompt_token_ids": [...]}')
-    return prompt["prompt_token_ids"]
+        return {"prompt": prompt}
+    extras = {"cache_salt": str, "user": str, "expected_output_len": int}
+    keys = set(prompt) - set(extras) if isinstance(prompt, Mapping) else set()
+    if keys not in ({"prompt"}, {"prompt_token_ids"}):
+        raise ValueError(
+            'a prompt is a string, {"prompt": "..."} or {"prompt_token_ids": [...]}, if need be with cache_salt, user '
+            "or expected_output_len"
+        )
+    (key,) = keys
+    for name, kind in extras.items():
+        if name in prompt and not isinstance(prompt[name], kind):
+            raise ValueError(f"{name} of a prompt must be of type {kind.__name__}, got {prompt[name]!r}")
+    return {"prompt": prompt[key], **{name: prompt[name] for name in extras if name in prompt}}

@@ -20,6 +20,7 @@ from paged_jax.engine.request import Request
 from paged_jax.execution.buckets import Bucket
 from paged_jax.execution.jax_executor import JaxExecutor, JaxStepHandle
 from paged_jax.execution.plan import SchedulerOutput
+from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.weights import dummy_decoder
@@ -51,7 +52,12 @@ class PoolView:
 
     executor: JaxExecutor
     num_blocks: int
+    num_swap_blocks: int = 0
     plans: list[SchedulerOutput] = field(default_factory=list)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return self.executor.cache_groups
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         self.plans.append(plan)

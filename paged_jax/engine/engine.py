@@ -54,6 +54,10 @@ class Executor(Protocol):
         """Start a step; never waits for it."""
         ...
 
+    def update_weights(self, model: Any) -> None:
+        """Go on with another model's weights; ValueError when its shapes differ."""
+        ...
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -267,6 +271,19 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.kv_cache.reset_prefix_cache()
+
+    def update_weights(self, model: Any) -> None:
+        """Go on with the weights of another model of the same shape; cached prefixes, which the old ones computed, go.
+
+        Raises ValueError when the shapes differ, or while requests are unfinished; nothing is changed then.
+        """
+        if self._requests:
+            raise ValueError(
+                f"{len(self._requests)} requests are unfinished, and the old weights began them: let them end, or "
+                "abort them, before the weights change"
+            )
+        self.executor.update_weights(model)
+        self.reset_prefix_cache()
 
     def _make_kv_cache(self) -> KVCacheManager:
         config, executor = self.config, self.executor
