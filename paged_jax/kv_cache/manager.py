@@ -150,7 +150,7 @@ class KVCacheManager:
             tables.append(BlockTable(blocks, match.num_blocks, dropped))
         self._own(request, tuple(tables), start)
         request.next_publish = start + self.block_size
-        self._record_allocation(request, count)
+        self._record_allocation(request, cached=start)
         return True
 
     def extend(self, request: CacheUser, num_new_tokens: int) -> bool:
@@ -181,7 +181,7 @@ class KVCacheManager:
             self.num_table_entries += grow
         request.num_writable_tokens = (length + grow) * size
         if self.record is not None and grow + copies:
-            self._record_allocation(request, grow + copies)
+            self._record_allocation(request, tail if copies else length)
         return True
 
     def advance(self, num_tokens: int) -> None:
@@ -252,7 +252,7 @@ class KVCacheManager:
         request.host_blocks = ()
         self._own(request, tables, computed)
         request.next_publish = 0  # the new blocks may be offered again
-        self._record_allocation(request, total)
+        self._record_allocation(request)
         return swap
 
     def discard_swapped(self, request: CacheUser) -> None:
@@ -382,10 +382,11 @@ class KVCacheManager:
         request.block_tables = ()
         request.num_writable_tokens = 0
 
-    def _record_allocation(self, request: CacheUser, count: int) -> None:
-        if self.record is not None and count:
-            blocks = [table.block_ids for table in request.block_tables]
-            self.record("allocate", request=request.request_id, count=count, block_tables=blocks)
+    def _record_allocation(self, request: CacheUser, first: int = 0, cached: int = 0) -> None:
+        """From number `first` on the request's blocks are new to it; the first `cached` tokens are in them."""
+        if self.record is not None:
+            blocks = [table.block_ids[first:] for table in request.block_tables]
+            self.record("allocate", request=request, first=first, cached=cached, blocks=blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -102,7 +102,7 @@ class Reservation(KVCacheManager, ABC):
             copies.update(zip(target.block_ids, [copies.get(block, block) for block in filled], strict=False))
         self._own(child, tables, parent.num_computed_tokens)
         self.publish(child)
-        self._record_allocation(child, len(tables[0]))
+        self._record_allocation(child)
         return True
 
     def swap_in(self, request: ReservingUser, num_new_tokens: int) -> SwappedBlocks | None:

@@ -207,8 +207,8 @@ def test_events_name_whole_runs() -> None:
     assert admit(manager, user)
     assert manager.fork(user, child)
     assert events == [
-        ("allocate", {"request": "it", "count": 4, "block_tables": [[1, 2, 3, 4]]}),
-        ("allocate", {"request": "child", "count": 4, "block_tables": [[5, 6, 7, 8]]}),
+        ("allocate", {"request": user, "first": 0, "cached": 0, "blocks": [[1, 2, 3, 4]]}),
+        ("allocate", {"request": child, "first": 0, "cached": 0, "blocks": [[5, 6, 7, 8]]}),
     ]
 
 
