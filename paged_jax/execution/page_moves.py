@@ -15,7 +15,7 @@ from paged_jax.models.decoder import Pages
 from pallas_kernels.kv_pages import copy_pages, gather_pages, scatter_pages
 
 MAX_PIECE = 64
-"""Blocks that one program moves at most. Swaps are cut into powers of two up to it, so that a few programs move any
+"""Blocks that one program moves at most. Swaps are cut into powers of four up to it, so that a few programs move any
 number of blocks and nothing is padded, on the device or on the host."""
 
 type Kind = Literal["gather", "scatter", "copy", "poison"]
@@ -57,7 +57,7 @@ class PageMoves:
         size = 1
         while size <= min(MAX_PIECE, self._num_swap_blocks):
             kinds += [("gather", size), ("scatter", size)]
-            size *= 2
+            size *= 4
         self.programs.compile(Move(kind, group, size) for group in range(len(self._shapes)) for kind, size in kinds)
 
     def run(self, pages: Pages, plan: SchedulerOutput) -> Pages:
@@ -139,10 +139,10 @@ def _poison(
 
 
 def _pieces(blocks: Sequence[int]) -> Iterator[np.ndarray]:
-    """The block ids cut into powers of two up to MAX_PIECE: the same cut for the same number of blocks."""
+    """The block ids cut into powers of four up to MAX_PIECE: the same cut for the same number of blocks."""
     start = 0
     while start < len(blocks):
-        size = min(MAX_PIECE, 1 << (len(blocks) - start).bit_length() - 1)
+        size = min(MAX_PIECE, 4 ** (((len(blocks) - start).bit_length() - 1) // 2))
         yield np.asarray(blocks[start : start + size], np.int32)
         start += size
 

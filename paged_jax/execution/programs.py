@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
@@ -19,6 +19,9 @@ class Programs[Key: Hashable]:
 
     def __len__(self) -> int:
         return len(self._compiled)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._compiled)
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
         """The key's program, compiled now if it is missing."""

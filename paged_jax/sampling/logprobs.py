@@ -30,11 +30,14 @@ def token_logprobs(
 
     def compute() -> Logprobs:
         x = logits.astype(jnp.float32)
-        total = jax.nn.logsumexp(x, axis=-1, keepdims=True)
+        largest = jnp.max(x, axis=-1, keepdims=True)
+        total = jnp.log(jnp.sum(jnp.exp(x - largest), axis=-1, keepdims=True))
         chosen = jnp.take_along_axis(x, tokens[:, None], axis=-1)
         rank = 1 + jnp.sum(x > chosen, axis=-1, dtype=jnp.int32)
         top, top_tokens = lax.top_k(x, num_top)
-        return Logprobs((chosen - total)[:, 0], rank, top_tokens.astype(jnp.int32), top - total)
+        # the largest first: added to the total, it would round that away
+        chosen, top = chosen - largest - total, top - largest - total
+        return Logprobs(chosen[:, 0], rank, top_tokens.astype(jnp.int32), top)
 
     # a step in which nobody asks pays for none of it
     return lax.cond(wanted, compute, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(compute)))

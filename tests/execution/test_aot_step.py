@@ -18,6 +18,7 @@ from paged_jax.sampling.state import init_sampling_state
 from pallas_kernels.aot import compile_for, unavailable
 
 NUM_SLOTS = 8
+MAX_LOGPROBS = 20
 
 
 @pytest.mark.parametrize("target", ["h200", "v5e", "v6e"])
@@ -52,7 +53,7 @@ def test_pages_are_never_copied(target, heads, head_dim, num_tokens, scanned):
     options = AttentionOptions(blocks_per_layer=rows // model.num_layers)
 
     def step(weights, pages, sampling, batch):
-        return engine_step(graph, options, weights, pages, sampling, batch)
+        return engine_step(graph, options, MAX_LOGPROBS, weights, pages, sampling, batch)
 
     compiled = compile_for(target, step, weights, (pages,), init_sampling_state(NUM_SLOTS), batch, donate=(1, 2))
     memory = compiled.memory_analysis()

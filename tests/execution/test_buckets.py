@@ -31,6 +31,16 @@ def test_the_smallest_bucket_that_holds_a_step_is_picked(sizes, data):
     assert picked.num_tokens == min(size for size in sizes if size >= num_tokens)
 
 
+@given(st.sets(st.integers(1, 300), min_size=1), st.integers(1, 8), st.data())
+def test_rows_that_sample_count_as_well(sizes, seqs, data):
+    """Forks may be more than the tokens that are computed."""
+    buckets = tuple(Bucket(size, min(size, seqs)) for size in sorted({*sizes, seqs}))
+    num_tokens, num_rows = data.draw(st.integers(1, buckets[-1].num_tokens)), data.draw(st.integers(0, seqs))
+    picked = pick_bucket(buckets, num_tokens, num_rows)
+    held = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_rows]
+    assert picked == min(held, key=lambda bucket: bucket.num_tokens)
+
+
 @pytest.mark.parametrize("seqs", [3, 8])
 @pytest.mark.parametrize("budget", [8, 317, 2000, 2048])
 def test_every_step_within_the_limits_has_a_bucket(budget, seqs):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paged_jax.sampling.sampler import NEXT_TOKEN, _draw_key, _filtered_probabilities, sample
+from paged_jax.sampling.sampler import NEXT_TOKEN, _draw_key, _filtered_probabilities, ban, sample
 from paged_jax.sampling.seeds import seed_words
 from paged_jax.sampling.state import SamplingState, admit, gather, init_sampling_state, record
 
@@ -246,6 +246,27 @@ def test_a_real_vocabulary_size_keeps_what_sorting_keeps():
     keep, _ = kept_by_sorting(logits, 1.0, 50, 0.9, 0.0)
     assert keep[tokens].all()
     assert len(set(tokens)) > 3
+
+
+def test_bans_reach_their_rows_and_padding_reaches_none():
+    """The last token of the vocabulary is banned by its own id only, not by padding's."""
+    logits = np.random.default_rng(6).normal(size=(4, 97)).astype(np.float32)
+    none = np.iinfo(np.int32).max
+    ids = np.asarray([[96, 0, none], [none] * 3, [5, 5, 97], [7, 8, 9]], np.int32)
+    expected = logits.copy()
+    expected[0, [96, 0]] = expected[2, 5] = expected[3, 7:10] = -np.inf
+    jitted = jax.jit(ban)
+    np.testing.assert_array_equal(jitted(logits, ids), expected)
+    np.testing.assert_array_equal(jitted(logits, np.full_like(ids, none)), logits)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_the_samples_of_a_prompt_differ_by_their_index(temperature):
+    """S18: flat logits, one seed, three samples."""
+    tokens = draw(
+        np.zeros((3, 50), np.float32), make_rows([1] * 3, temperature=temperature), 4, sample_index=np.arange(3)
+    )
+    assert len(set(tokens.tolist())) == (1 if temperature == 0 else 3)
 
 
 def test_state_rows_go_to_their_slots_and_padding_goes_nowhere():
