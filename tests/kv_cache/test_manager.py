@@ -1,72 +1,223 @@
 """Blocks of requests: what admission takes, what hits are worth, what is given back."""
 
-from dataclasses import dataclass, field
+from itertools import product
 
+import hypothesis.strategies as st
 import pytest
+from cache_users import FULL, User, book, compute, grow, lacking, make, parts
+from hypothesis import given, settings
 
-from paged_jax.kv_cache.block_table import BlockTable
-from paged_jax.kv_cache.eviction.lru import LRUEviction
 from paged_jax.kv_cache.manager import KVCacheManager
+from paged_jax.kv_cache.prefix_cache import PrefixCache
 from paged_jax.kv_cache.prefix_cache.hash import HashPrefixCache
 from paged_jax.kv_cache.prefix_cache.none import NoPrefixCache
+from paged_jax.kv_cache.prefix_cache.radix import RadixPrefixCache
+
+both_caches = pytest.mark.parametrize("cache", [HashPrefixCache, RadixPrefixCache])
 
 
-@dataclass
-class User:
-    """The part of a request that the manager sees."""
-
-    token_ids: list[int]
-    num_computed_tokens: int = 0
-    block_tables: tuple[BlockTable, ...] = field(default=())
-
-    @property
-    def blocks(self) -> list[int]:
-        return self.block_tables[0].block_ids
+def found(manager: KVCacheManager, token_ids: list[int], salt: str = "") -> list[int]:
+    """The cached blocks that a request with these tokens would take."""
+    user = User(token_ids, salt)
+    count = manager.num_cached_tokens(user)
+    assert user.match is not None
+    (blocks,) = user.match.block_ids
+    assert len(blocks) * manager.block_size == count
+    return blocks
 
 
-def make(num_blocks: int, block_size: int = 4) -> KVCacheManager:
-    return KVCacheManager(num_blocks, block_size, HashPrefixCache(block_size), LRUEviction())
+def in_pool(manager: KVCacheManager) -> tuple[int, int, int]:
+    """Blocks in use, cached and free."""
+    (pool,) = manager.pools
+    return pool.num_in_use, pool.num_cached, pool.num_free
 
 
-def compute(manager: KVCacheManager, user: User) -> bool:
-    """Admit the request and compute all its tokens."""
-    match = manager.match(user)
-    if not manager.admit(user, match, len(user.token_ids) - len(match[0]) * manager.block_size):
-        return False
-    user.num_computed_tokens = len(user.token_ids)
-    manager.publish(user)
-    return True
-
-
+@both_caches
 @pytest.mark.parametrize(("length", "hits"), [(1, 0), (4, 0), (5, 1), (7, 1), (8, 1), (9, 2)])
-def test_the_last_token_is_never_taken_from_the_cache(length: int, hits: int) -> None:
-    manager = make(8)
-    for _ in range(2):
-        user = User(list(range(length)))
-        blocks, hashes = manager.match(user)
-        compute(manager, user)
-        manager.free(user)
-    assert (len(blocks), len(hashes)) == (hits, hits)
+def test_the_last_token_is_never_taken_from_the_cache(length: int, hits: int, cache: type[PrefixCache]) -> None:
+    manager = make(8, prefix_cache=cache)
+    first = User(list(range(length)))
+    compute(manager, first)
+    manager.free(first)
+    again = User(list(range(length)))
+    assert manager.num_cached_tokens(again) == 4 * hits
+    assert manager.admit(again, 1)
+    assert again.num_computed_tokens == 4 * hits
+    assert again.blocks[:hits] == list(range(1, hits + 1))
 
 
-def test_hit_blocks_are_not_counted_as_available_too() -> None:
-    manager = make(4)
+@both_caches
+def test_hit_blocks_are_not_counted_as_available_too(cache: type[PrefixCache]) -> None:
+    manager = make(4, prefix_cache=cache)
     first = User(list(range(8)))
     compute(manager, first)
     manager.free(first)
     other = User(list(range(50, 57)))
     compute(manager, other)
-    assert (manager.pool.num_cached, manager.pool.num_free) == (2, 0)
+    assert in_pool(manager) == (2, 2, 0)
     longer = User([*range(8), 90, 91])  # two hits and a new block, but the hits are all that is left
-    before = manager.usage([other])
+    before = parts(manager)
     assert not compute(manager, longer)
-    assert longer.block_tables == ()
-    assert manager.usage([other]) == before
-    manager.check_integrity([other])
+    assert (longer.block_tables, longer.num_computed_tokens) == ((), 0)
+    assert parts(manager) == before
+    manager.check_integrity([other], [longer])
     manager.free(other)
     assert compute(manager, longer)
     assert longer.num_computed_tokens == 10
-    manager.check_integrity([longer])
+    manager.check_integrity([longer], [])
+
+
+def test_g02_a_hit_that_does_not_fit_waits_and_nothing_drifts() -> None:
+    """vllm #11562 as it was reported: pool of 8, A 16 tokens, B 13 that grow to 16, C A's and 8 more."""
+    manager = make(8)
+    a, b, c = User(list(range(16))), User(list(range(50, 63))), User([*range(16), *range(80, 88)])
+    compute(manager, a)
+    manager.free(a)
+    compute(manager, b)
+    before = parts(manager)
+    for _ in range(50):
+        assert manager.num_cached_tokens(c) == 16
+        assert not manager.admit(c, 8)
+        assert parts(manager) == before
+        manager.check_integrity([b], [c])
+    assert grow(manager, b, 63, 64, 65)
+    manager.free(b)
+    assert manager.admit(c, 8)
+    assert c.num_computed_tokens == 16
+    assert c.blocks[:4] == [1, 2, 3, 4]
+    manager.check_integrity([c], [])
+
+
+@both_caches
+def test_g02_whatever_the_lengths_a_request_is_admitted_exactly_if_it_fits(cache: type[PrefixCache]) -> None:
+    """Blocks that nobody uses are free, or hits, or can be evicted: only those of others are in the way."""
+    for ended, running, more, chunk in product(range(1, 17, 3), range(1, 15), range(1, 14, 3), (1, 99)):
+        manager = make(5, block_size=3, prefix_cache=cache)
+        a, b = User(list(range(ended))), User(list(range(50, 50 + running)))
+        if not compute(manager, a):
+            assert ended > 15
+            continue
+        manager.free(a)
+        assert compute(manager, b)
+        c = User([*a.token_ids, *range(100, 100 + more)])
+        before = parts(manager)
+        fits = -(-running // 3) + -(-(ended + more) // 3) <= 5
+        cached = manager.num_cached_tokens(c)
+        assert manager.admit(c, min(chunk, len(c.token_ids) - cached)) == fits
+        if not fits:
+            assert parts(manager) == before
+        else:
+            assert c.num_computed_tokens == cached
+            assert manager.extend(c, lacking(c))
+            book(manager, c, lacking(c))
+            assert parts(manager)[0] == running + ended + more
+        manager.check_integrity([b, c] if fits else [b], [])
+
+
+@both_caches
+def test_g03_shared_pages_are_counted_once_and_all_can_be_evicted(cache: type[PrefixCache]) -> None:
+    """sglang #35270 as it was reported: pages of 4, prompts of 10 and 13 that share 6, one that shares 8, the first."""
+    manager = make(6, prefix_cache=cache)
+    first = list(range(10))
+    prompts = [first, [*range(6), *range(50, 57)], [*range(8), *range(80, 83)], first]
+    cached = [2, 4, 4, 4]  # 0-3 4-7, then 50-51.. twice, then nothing new
+    for prompt, count in zip(prompts, cached, strict=True):
+        user = User(prompt)
+        assert compute(manager, user)
+        manager.check_integrity([user], [])
+        parts(manager)
+        manager.free(user)
+        manager.check_integrity([], [])
+        assert in_pool(manager) == (0, count, 6 - count)
+    whole = User(list(range(200, 224)))
+    assert compute(manager, whole)
+    assert in_pool(manager) == (6, 0, 0)
+    assert manager.num_evicted == 4
+    manager.check_integrity([whole], [])
+
+
+@both_caches
+@settings(max_examples=150)
+@given(data=st.data())
+def test_g03_whatever_prompts_share_no_block_is_counted_twice(cache: type[PrefixCache], data: st.DataObject) -> None:
+    """Each cached content lies in one block; those that nobody uses are all that the running ones do not use."""
+    size = data.draw(st.integers(1, 4))
+    manager = make(10, size, prefix_cache=cache)
+    running: list[User] = []
+    ended: list[list[int]] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        stem = data.draw(st.sampled_from([[], *ended]))
+        prompt = [*stem[: data.draw(st.integers(0, len(stem)))], *range(100 * number, 100 * number + size + 1)]
+        user = User(prompt[: 10 * size])
+        if compute(manager, user):
+            running.append(user)
+            ended.append(user.token_ids)
+        while running and data.draw(st.booleans()):
+            manager.free(running.pop(data.draw(st.integers(0, len(running) - 1))))
+        manager.check_integrity(running, [])
+        used = {block for user in running for block in user.blocks}
+        assert manager.pools[0].num_available == 10 - len(used)
+        assert parts(manager)[0] == len(
+            {(user.blocks[i // size], i % size) for user in running for i in range(user.num_computed_tokens)}
+        )
+    for user in running:
+        manager.free(user)
+    whole = User(list(range(-10 * size, 0)))
+    assert compute(manager, whole)
+    assert in_pool(manager) == (10, 0, 0)
+    manager.check_integrity([whole], [])
+
+
+def test_room_for_the_whole_prompt_is_asked_but_only_the_chunks_is_taken() -> None:
+    manager = make(4)
+    user = User(list(range(16)))
+    assert manager.admit(user, 5)
+    assert (user.blocks, user.num_writable_tokens) == ([1, 2], 8)
+    other = User(list(range(50, 59)))  # 3 blocks, of which 2 are there
+    assert not manager.admit(other, 1)
+    assert manager.admit(User(list(range(50, 58))), 1)
+
+
+def test_too_long_a_request_is_not_admitted_to_an_empty_pool() -> None:
+    manager = make(4)
+    assert manager.max_request_len == 16
+    assert make(4, max_request_len=9).max_request_len == 9
+    assert not manager.admit(User(list(range(17))), 1)
+    assert compute(manager, User(list(range(16))))
+
+
+def test_admission_leaves_the_watermark_free_if_others_run() -> None:
+    manager = make(10, watermark=0.25)  # 2 blocks
+    first = User(list(range(40)))
+    assert compute(manager, first)  # alone, it may have all
+    manager.free(first)
+    manager.reset_prefix_cache()
+    first = User(list(range(12)))
+    assert compute(manager, first)
+    assert not compute(manager, User(list(range(50, 74))))  # 6 of 7 blocks
+    second = User(list(range(50, 70)))
+    assert compute(manager, second)
+    assert in_pool(manager) == (8, 0, 2)
+    assert grow(manager, first, *range(12, 17))  # who runs may go below it
+    assert in_pool(manager) == (10, 0, 0)
+
+
+def test_cached_blocks_count_for_the_watermark_but_hits_do_not() -> None:
+    manager = make(8, watermark=0.25)  # 2 blocks
+    ended, running = User(list(range(16))), User(list(range(50, 54)))
+    compute(manager, ended)
+    manager.free(ended)
+    compute(manager, running)
+    assert in_pool(manager) == (1, 4, 3)
+    assert not compute(manager, User([*range(16), *range(60, 68)]))  # 4 hits, 2 new: 1 is left
+    assert in_pool(manager) == (1, 4, 3)
+    longest = User([*range(16), 60])  # 4 hits, 1 new: 2 are left
+    assert compute(manager, longest)
+    assert in_pool(manager) == (6, 0, 2)
+    # blocks that others use are no matter
+    manager.free(running)
+    assert not manager.admit(User([*range(16), *range(80, 85)]), 1)
+    assert manager.admit(User([*range(16), 80]), 1)
 
 
 def test_extending_takes_blocks_at_block_edges_only() -> None:
@@ -75,47 +226,91 @@ def test_extending_takes_blocks_at_block_edges_only() -> None:
     compute(manager, user)
     assert user.blocks == [1]
     assert manager.extend(user, 1)
-    assert user.blocks == [1, 2]
-    user.num_computed_tokens = 5
+    assert (user.blocks, user.num_writable_tokens) == ([1, 2], 8)
+    book(manager, user, 1)
     assert manager.extend(user, 3)
     assert user.blocks == [1, 2]
     assert not manager.extend(user, 8)
-    assert user.blocks == [1, 2]
+    assert (user.blocks, user.num_writable_tokens) == ([1, 2], 8)
     assert manager.extend(user, 7)
-    assert user.blocks == [1, 2, 3]
+    assert (user.blocks, user.num_writable_tokens) == ([1, 2, 3], 12)
 
 
-def test_equal_content_is_cached_once() -> None:
-    manager = make(6)
+@both_caches
+def test_equal_content_is_cached_once(cache: type[PrefixCache]) -> None:
+    manager = make(6, prefix_cache=cache)
     twins = [User(list(range(9))), User(list(range(9)))]
-    matches = [manager.match(user) for user in twins]  # both before either is computed
-    for user, match in zip(twins, matches, strict=True):
-        manager.admit(user, match, 9)
-        user.num_computed_tokens = 9
-        manager.publish(user)
-    assert len(manager.prefix_cache) == 2
+    for user in twins:  # both before either is computed
+        assert manager.admit(user, 9)
+    for user in twins:
+        book(manager, user, 9)
+    assert len(manager.caches[0]) == 2
     for user in twins:
         manager.free(user)
-    assert (manager.pool.num_cached, manager.pool.num_free) == (2, 4)
-    manager.check_integrity([])
+    assert in_pool(manager) == (0, 2, 4)
+    manager.check_integrity([], [])
 
 
-def test_a_block_is_found_only_behind_the_same_beginning() -> None:
-    manager = make(8)
+@both_caches
+def test_a_block_is_found_only_behind_the_same_beginning(cache: type[PrefixCache]) -> None:
+    manager = make(8, prefix_cache=cache)
     user = User([1, 2, 3, 4, 5, 6, 7, 8, 9])
     compute(manager, user)
-    assert manager.match(User([1, 2, 3, 4, 5, 6, 7, 8, 0]))[0] == user.blocks[:2]
-    assert manager.match(User([0, 2, 3, 4, 5, 6, 7, 8, 0]))[0] == []
-    assert manager.match(User([5, 6, 7, 8, 0]))[0] == []
-    assert manager.match(User([1, 2, 3, 4, 5, 6, 7, 0, 0]))[0] == user.blocks[:1]
+    assert found(manager, [1, 2, 3, 4, 5, 6, 7, 8, 0]) == user.blocks[:2]
+    assert found(manager, [0, 2, 3, 4, 5, 6, 7, 8, 0]) == []
+    assert found(manager, [5, 6, 7, 8, 0]) == []
+    assert found(manager, [1, 2, 3, 4, 5, 6, 7, 0, 0]) == user.blocks[:1]
+    assert found(manager, user.token_ids, salt="x") == []
 
 
-def test_colliding_hashes_do_not_share_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HashPrefixCache, "_hash", staticmethod(lambda content: b"same"))
+@both_caches
+def test_blocks_are_found_as_soon_as_they_are_computed_and_not_before(cache: type[PrefixCache]) -> None:
+    manager = make(8, prefix_cache=cache)
+    user = User(list(range(12)))
+    assert manager.admit(user, 12)
+    assert user.next_publish == 4
+    for computed, hits in [(3, 0), (4, 1), (7, 1), (11, 2), (12, 3)]:
+        book(manager, user, computed - user.num_computed_tokens)
+        assert found(manager, [*range(12), 0]) == user.blocks[:hits]
+        assert user.next_publish == 4 * (hits + 1)
+
+
+def test_what_was_found_is_asked_again_only_when_the_answer_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make(4)
+    asked = []
+    monkeypatch.setattr(
+        manager.caches[0],
+        "match",
+        lambda user, count: asked.append(user) or HashPrefixCache.match(manager.caches[0], user, count),
+    )
+    waiting = User(list(range(9)))
+    assert [manager.num_cached_tokens(waiting) for _ in range(3)] == [0, 0, 0]
+    assert len(asked) == 1
+    first = User(list(range(8)))
+    compute(manager, first)  # something is cached now
+    asked.clear()
+    assert [manager.num_cached_tokens(waiting) for _ in range(3)] == [8, 8, 8]
+    assert len(asked) == 1
+    manager.free(first)
+    assert manager.num_cached_tokens(waiting) == 8
+    compute(manager, User(list(range(50, 61))))  # evicts the second
+    asked.clear()
+    assert [manager.num_cached_tokens(waiting) for _ in range(3)] == [4, 4, 4]
+    manager.reset_prefix_cache()
+    assert manager.num_cached_tokens(waiting) == 0
+    assert len(asked) == 2
+
+
+def test_a_request_that_comes_back_with_more_tokens_is_looked_up_again() -> None:
     manager = make(8)
-    compute(manager, User([1, 2, 3, 4, 5]))
-    assert manager.match(User([1, 2, 3, 4, 5]))[0] == [1]
-    assert manager.match(User([6, 7, 8, 9, 5]))[0] == []
+    user = User(list(range(8)))
+    assert manager.num_cached_tokens(user) == 0
+    compute(manager, user)
+    assert grow(manager, user, 8)
+    manager.free(user)
+    assert user.num_computed_tokens == 0
+    assert manager.num_cached_tokens(user) == 8
+    assert compute(manager, user)
 
 
 def test_evicted_block_is_forgotten_and_its_successors_are_not_found() -> None:
@@ -125,56 +320,62 @@ def test_evicted_block_is_forgotten_and_its_successors_are_not_found() -> None:
     manager.free(user)
     other = User(list(range(50, 58)))
     compute(manager, other)  # the free block, and the tail of the chain
-    assert len(manager.match(User(list(range(13))))[0]) == 2
-    manager.check_integrity([other])
+    assert found(manager, list(range(13))) == [1, 2]
+    assert manager.num_evicted == 1
+    manager.check_integrity([other], [])
 
 
 def test_emptied_blocks_are_told_once() -> None:
     manager = make(4)
     user = User(list(range(6)))
     compute(manager, user)
-    assert manager.take_emptied() == []
+    assert manager.take_emptied() == ([],)
     manager.free(user)
-    assert manager.take_emptied() == [2]  # the first block is full, and cached
-    assert manager.take_emptied() == []
+    assert manager.take_emptied() == ([2],)  # the first block is full, and cached
+    assert manager.take_emptied() == ([],)
     compute(manager, User(list(range(50, 66))))
-    assert manager.take_emptied() == [1]  # evicted
+    assert manager.take_emptied() == ([1],)  # evicted
 
 
-def test_reset_keeps_the_blocks_of_those_who_run() -> None:
-    manager = make(6)
+@both_caches
+def test_reset_keeps_the_blocks_of_those_who_run(cache: type[PrefixCache]) -> None:
+    manager = make(6, prefix_cache=cache)
     ended, running = User(list(range(8))), User(list(range(50, 58)))
     compute(manager, ended)
     compute(manager, running)
     manager.free(ended)
     manager.reset_prefix_cache()
-    assert (manager.pool.num_cached, manager.pool.num_free, manager.pool.num_in_use) == (0, 4, 2)
-    assert manager.match(User([*range(50, 58), 0]))[0] == []
-    manager.check_integrity([running])
-    # what comes after the forgotten blocks may be offered, and is found again once they are
-    running.token_ids += range(58, 62)
-    manager.extend(running, 4)
-    running.num_computed_tokens = 12
-    manager.publish(running)
-    manager.check_integrity([running])
+    assert in_pool(manager) == (2, 0, 4)
+    assert [sorted(blocks) for blocks in manager.take_emptied()] == [[1, 2]]
+    assert found(manager, [*range(50, 58), 0]) == []
+    manager.check_integrity([running], [])
+
+
+def test_what_follows_forgotten_blocks_is_found_once_they_are_back() -> None:
+    manager = make(6)
+    running = User(list(range(50, 58)))
+    compute(manager, running)
+    manager.reset_prefix_cache()
+    assert grow(manager, running, *range(58, 62))
+    manager.check_integrity([running], [])
     again = User(list(range(50, 59)))
     compute(manager, again)
-    assert manager.match(User(list(range(50, 63))))[0] == [*again.blocks[:2], running.blocks[2]]
+    assert found(manager, list(range(50, 63))) == [*again.blocks[:2], running.blocks[2]]
     manager.free(running)
     manager.free(again)
-    manager.check_integrity([])
-    assert manager.pool.num_cached == 3
+    manager.check_integrity([], [])
+    assert in_pool(manager)[1] == 3
 
 
 def test_without_a_cache_nothing_is_found_or_kept() -> None:
-    manager = KVCacheManager(4, 4, NoPrefixCache(4), LRUEviction())
+    manager = make(4, prefix_cache=NoPrefixCache)
     user = User(list(range(9)))
     compute(manager, user)
-    assert manager.match(user) == ([], [])
+    assert found(manager, list(range(9))) == []
     manager.free(user)
-    assert manager.pool.num_free == 4
+    assert in_pool(manager) == (0, 0, 4)
     with pytest.raises(RuntimeError, match="block 1 was never cached"):
-        manager.prefix_cache.remove(1)
+        manager.caches[0].lock(1)
 
 
 def test_usage_counts_slots() -> None:
@@ -182,10 +383,82 @@ def test_usage_counts_slots() -> None:
     first, second = User(list(range(10))), User([*range(8), 90])
     compute(manager, first)
     compute(manager, second)
-    usage = manager.usage([first, second])
     assert second.blocks[:2] == first.blocks[:2]
-    assert (usage.token_states, usage.internal_fragmentation) == (8 + 2 + 1, 2 + 3)
-    assert (usage.cached, usage.free) == (0, 8)
+    assert parts(manager) == (8 + 2 + 1, 2 + 3, 0, 8)
     manager.free(first)
-    usage = manager.usage([second])
-    assert (usage.token_states, usage.internal_fragmentation, usage.cached, usage.free) == (9, 3, 0, 12)
+    assert parts(manager) == (9, 3, 0, 12)
+    manager.free(second)
+    assert parts(manager) == (0, 0, 8, 16)
+
+
+def test_blocks_that_are_not_written_yet_count_as_unfilled() -> None:
+    manager = make(6)
+    user = User(list(range(10)))
+    assert manager.admit(user, 10)
+    assert parts(manager) == (0, 12, 0, 12)
+    book(manager, user, 10)
+    assert parts(manager) == (10, 2, 0, 12)
+
+
+def test_groups_of_equal_layers_have_tables_of_their_own() -> None:
+    manager = make(4, groups=[FULL, FULL])
+    user = User(list(range(6)))
+    compute(manager, user)
+    assert user.tables == [[1, 2], [1, 2]]
+    assert parts(manager) == (2 * 6, 2 * 2, 0, 2 * 8)
+    manager.free(user)
+    assert manager.take_emptied() == ([2], [2])
+    assert manager.num_cached_tokens(User(list(range(6)))) == 4
+    manager.check_integrity([], [])
+
+
+def test_allocations_and_evictions_are_recorded() -> None:
+    manager = make(4)
+    events: list[tuple[object, ...]] = []
+    manager.record = lambda name, **fields: events.append((name, *fields.values()))
+    user = User(list(range(6)))
+    assert manager.admit(user, 5)
+    assert events.pop() == ("allocate", user, 0, 0, [[1, 2]])  # first, cached, blocks
+    book(manager, user, 5)
+    assert manager.extend(user, 1)
+    assert events == []  # its block is there
+    book(manager, user, 1)
+    assert grow(manager, user, 6, 7, 8)
+    assert events.pop() == ("allocate", user, 2, 0, [[3]])
+    child = User(list(user.token_ids))
+    assert manager.fork(user, child)
+    assert grow(manager, child, 9)
+    assert events.pop() == ("allocate", child, 2, 0, [[4]])  # a copy of the third
+    manager.free(child)
+    manager.free(user)
+    assert events == []
+    again = User([*range(8), *range(50, 55)])
+    compute(manager, again)
+    assert events == [("allocate", again, 0, 8, [[1, 2, 3, 4]])]
+    events.clear()
+    manager.free(again)
+    compute(manager, User(list(range(80, 92))))
+    assert [event[0] for event in events] == ["evict", "evict", "allocate"]
+    assert events[:2] == [("evict", 0, 3), ("evict", 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda m, u: m.advance(1), "computed tokens are miscounted"),
+        (lambda m, u: setattr(m, "num_table_entries", 3), "table entries are miscounted"),
+        (lambda m, u: setattr(u, "num_computed_tokens", 9), "computed tokens without a block"),
+        (lambda m, u: setattr(u.block_tables[0], "num_dropped", 1), "a block that left the window is held"),
+        (lambda m, u: m.host_pools[0].allocate(1), "a host block is lost or has two owners"),
+        (lambda m, u: u.block_tables[1].block_ids.append(m.pools[1].allocate(1)[0]), "differ in length"),
+        (lambda m, u: (u.block_tables[0].block_ids.remove(1), m.pools[0].free([1])), "differ in length"),
+    ],
+)
+def test_check_integrity_finds_what_is_wrong(spoil: object, sentence: str) -> None:
+    manager = make(4, groups=[FULL, FULL], num_swap_blocks=2)
+    user = User(list(range(6)))
+    compute(manager, user)
+    manager.check_integrity([user], [])
+    spoil(manager, user)
+    with pytest.raises(AssertionError, match=sentence):
+        manager.check_integrity([user], [])
