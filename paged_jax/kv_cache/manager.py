@@ -90,6 +90,9 @@ class KVCacheManager:
         """Cached blocks given up so far."""
         self._windows = [group.sliding_window for group in spec.groups]
         self._windowed = [g for g, window in enumerate(self._windows) if window is not None]
+        rooms = [(spec.num_blocks - 1) * self.block_size - (self._windows[g] - 1) for g in self._windowed]
+        self._rooms = [room for room in rooms if room > 0]
+        """Tokens beside the window of each group whose pool is larger; where none is, a request must fit the pool."""
         divisor = math.gcd(*(group.num_layers for group in spec.groups))
         self._weights = [group.num_layers // divisor for group in spec.groups]
         self._num_computed = 0
@@ -104,15 +107,14 @@ class KVCacheManager:
     @property
     def max_request_len(self) -> int:
         """Tokens of the longest request that the pools can hold."""
-        if len(self._windowed) == len(self._windows):
-            return self.spec.max_request_len if self.max_chunk >= 1 else 0
+        if len(self._rooms) == len(self._windows):
+            return self.spec.max_request_len
         return min(self.spec.max_request_len, self.spec.num_blocks * self.block_size)
 
     @property
     def max_chunk(self) -> int:
         """Most tokens of one request in one step, since their blocks must be there beside the window's."""
-        fits = [(self.spec.num_blocks - 1) * self.block_size - (self._windows[g] - 1) for g in self._windowed]
-        return min([self.spec.max_step_tokens, *fits])
+        return min([self.spec.max_step_tokens, *self._rooms])
 
     def reserved_len(self, request: CacheUser) -> int:
         """Tokens that a request may come to have in all; ValueError where the allocator must know and cannot."""
