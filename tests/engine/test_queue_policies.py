@@ -213,6 +213,18 @@ def test_fair_charges_a_preempted_request_once() -> None:
     assert drain(queue) == [0, 2, 1, 3]
 
 
+def test_fair_charges_nothing_for_requests_aborted_before_their_turn() -> None:
+    for aborted in (1, 2):  # the one that the user cannot pay yet, and the one behind it, which it could
+        engine, queue = make("fair", fair_quantum=10)
+        requests = [engine.request(1, cost - 1, user="a") for cost in (4, 7, 6, 6)]
+        requests.append(engine.request(1, 19, user="b"))
+        for request in requests:
+            queue.add(request)
+        assert admit(queue).number == 0  # 6 left
+        queue.remove(requests[aborted])
+        assert drain(queue) == {1: [2, 3, 4], 2: [1, 3, 4]}[aborted]
+
+
 def test_fair_charges_the_samples_of_a_prompt_together() -> None:
     engine, queue = make("fair", fair_quantum=10)
     parent = engine.request(output_len=5, prompt_len=5, user="a")
@@ -367,7 +379,8 @@ OPERATIONS = st.lists(
         st.tuples(st.just("cache"), INDEX, st.integers(0, 4)),
         st.tuples(st.just("look")),
     ),
-    max_size=60,
+    min_size=25,
+    max_size=70,
 )
 
 

@@ -53,30 +53,31 @@ class FairQueue(QueuePolicy):
 
         The rounds in which nobody can pay are granted at once, so a small quantum costs no time.
         """
-        if not (self._is_visiting and self._rounds_to_pay(self._users[0]) <= 0):
-            if self._is_visiting:
-                self._users.rotate(-1)
-            rounds = [max(1, self._rounds_to_pay(user)) for user in self._users]
-            fewest = min(rounds)
-            winner = rounds.index(fewest)
-            for place, user in enumerate(self._users):
-                self._deficits[user] += self._quantum * (fewest if place <= winner else fewest - 1)
-            self._users.rotate(-winner)
-            self._is_visiting = True
+        payable = self._payable()
+        if payable is not None:
+            return payable
+        if self._is_visiting:
+            self._users.rotate(-1)
+        rounds = [max(1, self._rounds_to_pay(user)) for user in self._users]
+        fewest = min(rounds)
+        winner = rounds.index(fewest)
+        for place, user in enumerate(self._users):
+            self._deficits[user] += self._quantum * (fewest if place <= winner else fewest - 1)
+        self._users.rotate(-winner)
+        self._is_visiting = True
         return self._queues[self._users[0]].peek()
 
     def remove(self, request: Request) -> None:
         """The request is admitted, and paid for, or aborted."""
         user, queue = request.user, self._queues[request.user]
-        cost = self._costs.pop(request)
-        is_first = user == self._users[0]
-        if is_first and self._is_visiting and request is queue.peek() and cost <= self._deficits[user]:
-            self._deficits[user] -= cost
+        if request is self._payable():
+            self._deficits[user] -= self._costs[request]
+        del self._costs[request]
         queue.remove(request)
         if not queue:
+            self._is_visiting = self._is_visiting and user != self._users[0]
             self._users.remove(user)
             del self._queues[user], self._deficits[user]
-            self._is_visiting = self._is_visiting and not is_first
 
     def __len__(self) -> int:
         return len(self._costs)
@@ -90,6 +91,12 @@ class FairQueue(QueuePolicy):
             self._deficits[user] = 0
             self._users.append(user)
         return self._queues[user]
+
+    def _payable(self) -> Request | None:
+        """The next request, if there is a user that is visited and can pay it."""
+        if not self._is_visiting or self._rounds_to_pay(self._users[0]) > 0:
+            return None
+        return self._queues[self._users[0]].peek()
 
     def _rounds_to_pay(self, user: str) -> int:
         """How many more quanta its next request takes; 0 or less: none."""
