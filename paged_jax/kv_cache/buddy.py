@@ -67,7 +67,7 @@ class BuddyPool:
             raise RuntimeError(f"a run of {count} blocks wanted, and none is as long: the caller must check first")
         first = self._free[order].pop(0)
         for half in reversed(range(wanted, order)):
-            insort(self._free[half], first + (1 << half))
+            self._free[half].append(first + (1 << half))  # was empty, else the run would have been cut from it
         self._orders[first] = wanted
         self.num_free -= 1 << wanted
         return list(range(first, first + (1 << wanted)))

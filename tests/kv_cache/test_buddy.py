@@ -28,6 +28,16 @@ def test_of_runs_of_one_length_the_lowest_is_cut() -> None:
     assert pool.allocate(1) == [5]
 
 
+def test_many_free_runs_of_one_length_go_in_order_of_their_ids() -> None:
+    pool = BuddyPool(16)
+    runs = [pool.allocate(1) for _ in range(16)]
+    for run in (runs[i] for i in (9, 3, 13, 1, 11, 5)):
+        pool.free(run)
+    assert [pool.allocate(1)[0] for _ in range(3)] == [2, 4, 6]
+    pool.free(runs[4])
+    assert [pool.allocate(1)[0] for _ in range(4)] == [5, 10, 12, 14]
+
+
 def test_a_pool_of_any_size_begins_as_a_run_for_each_bit() -> None:
     pool = BuddyPool(13)
     assert pool.longest_run == 8
@@ -86,7 +96,7 @@ class BuddyMachine(RuleBasedStateMachine):
         self.used = [False] * num_blocks
         self.runs: list[list[int]] = []
 
-    @rule(count=st.integers(1, 40))
+    @rule(count=st.one_of(st.integers(1, 3), st.integers(1, 40)))
     def allocate(self, count: int) -> None:
         length = 1
         while length < count:

@@ -48,6 +48,13 @@ def test_an_unknown_output_may_fill_the_run() -> None:
     assert states(manager) == (8, 32 - 5 + 10 - 3, 22, 0, 0)
 
 
+def test_a_known_output_ends_where_the_request_must() -> None:
+    manager = make(ReserveMax, 16, max_request_len=24)
+    user = User(list(range(5)), expected_output_len=9, max_total_tokens=11)
+    assert admit(manager, user)
+    assert states(manager) == (5, 6, 21, 32, 0)
+
+
 def test_an_output_longer_than_was_expected_has_nothing_reserved_and_ends_with_its_run() -> None:
     manager = make(ReserveOracle, 16)
     user = User(list(range(5)), expected_output_len=2)
@@ -159,6 +166,29 @@ def test_a_parent_may_go_before_its_copy_is_made() -> None:
     assert manager.fork(child, grandchild)  # into the parent's blocks, whose content it wants
     assert manager.take_copies() == ([(1, 5), (2, 6), (1, 1), (2, 2)],)
     assert manager.take_emptied() == ([1, 2, 3, 4],)
+
+
+def test_swapping_out_a_copy_that_was_not_made_reads_its_source() -> None:
+    manager = make(ReserveOracle, 8, num_swap_blocks=2)
+    parent, child = User([0] * 5, expected_output_len=8), User([0] * 5, expected_output_len=8)
+    assert admit(manager, parent)
+    assert manager.fork(parent, child)
+    assert manager.swap_out(child) == SwappedBlocks(((1, 2),), ((0, 1),))
+    assert manager.take_copies() == ([],)
+    manager.check_integrity([parent], [child])
+
+
+def test_nothing_is_ever_due_to_be_published() -> None:
+    manager = make(ReserveOracle, 12, num_swap_blocks=2)
+    parent, child = User([0] * 5, expected_output_len=8), User([0] * 5, expected_output_len=8)
+    assert admit(manager, parent)
+    assert manager.fork(parent, child)
+    assert parent.next_publish == child.next_publish == 17  # its run has 16 slots
+    assert manager.swap_out(parent)
+    assert manager.swap_in(parent, 1)
+    compute(manager, parent)
+    assert parent.next_publish == 17
+    assert all(len(cache) == 0 for cache in manager.caches)
 
 
 def test_a_copy_into_blocks_that_were_given_back_is_not_made() -> None:
