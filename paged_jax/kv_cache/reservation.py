@@ -37,8 +37,6 @@ class Reservation(KVCacheManager, ABC):
     """
 
     shares: ClassVar[bool] = False
-    needs_output_len: ClassVar[bool] = True
-    """Whether a request must say how long its output will be."""
 
     pools: list[BuddyPool]
 
@@ -51,7 +49,10 @@ class Reservation(KVCacheManager, ABC):
 
     @abstractmethod
     def reserved_len(self, request: ReservingUser) -> int:
-        """Tokens that the request may come to, prompt and output: it must end there, since a run never grows."""
+        """Tokens that the request may come to have in all: it must end there, since a run never grows.
+
+        Raises ValueError where that depends on the output's length and the request does not say it.
+        """
 
     @property
     def max_request_len(self) -> int:
@@ -152,6 +153,9 @@ class Reservation(KVCacheManager, ABC):
         """Slots of the run that the request gets."""
         return BuddyPool.run_length(self._num_wanted(request)) * self.block_size
 
+    def _drop_unseen(self, request: CacheUser) -> None:
+        """Nothing: a run stays whole until its request leaves."""
+
     def _own(self, request: ReservingUser, tables: tuple[BlockTable, ...], computed: int) -> None:
         super()._own(request, tables, computed)
         end = request.max_total_tokens
@@ -168,8 +172,6 @@ class Reservation(KVCacheManager, ABC):
 class ReserveMax(Reservation):
     """Reserves the longest request that is served, whatever comes: Orca (Max)."""
 
-    needs_output_len: ClassVar[bool] = False
-
     def reserved_len(self, request: ReservingUser) -> int:
         """`max_request_len`."""
         return self.max_request_len
@@ -180,7 +182,7 @@ class ReservePow2(Reservation):
 
     def reserved_len(self, request: ReservingUser) -> int:
         """Prompt and the next power of two of the expected output, at most `max_request_len`."""
-        output = BuddyPool.run_length(request.expected_output_len)
+        output = BuddyPool.run_length(_expected_output_len(request))
         return min(request.num_prompt_tokens + output, self.max_request_len)
 
 
@@ -189,4 +191,13 @@ class ReserveOracle(Reservation):
 
     def reserved_len(self, request: ReservingUser) -> int:
         """Prompt and expected output, at most `max_request_len`."""
-        return min(request.num_prompt_tokens + request.expected_output_len, self.max_request_len)
+        return min(request.num_prompt_tokens + _expected_output_len(request), self.max_request_len)
+
+
+def _expected_output_len(request: ReservingUser) -> int:
+    if request.expected_output_len is None:
+        raise ValueError(
+            "this allocator reserves by the output's true length: give the request an expected_output_len, or set "
+            "allocator to 'reserve_max' or 'paged'"
+        )
+    return request.expected_output_len

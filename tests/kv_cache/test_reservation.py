@@ -88,9 +88,10 @@ def test_the_longest_request_fits_the_longest_run() -> None:
     assert manager.admit(User([0] * 16), 1)
 
 
-def test_who_must_say_how_long_the_output_is() -> None:
-    assert [kind.needs_output_len for kind in (ReserveMax, ReservePow2, ReserveOracle)] == [False, True, True]
-    assert not Reservation.shares
+@pytest.mark.parametrize("kind", [ReservePow2, ReserveOracle])
+def test_who_reserves_by_the_output_must_be_told_it(kind: type[Reservation]) -> None:
+    with pytest.raises(ValueError, match="give the request an expected_output_len"):
+        make(kind, 16).reserved_len(User([0] * 5))
 
 
 def test_a_preempted_request_gets_the_same_reservation_again() -> None:
