@@ -1,0 +1,156 @@
+"""What a recorded run would have been under other settings: the same requests on a modelled clock."""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine.clock import VirtualClock
+from paged_jax.engine.recorder import Event, Sink
+from paged_jax.engine.request import Request
+from paged_jax.engine.trace_file import TraceFile
+from paged_jax.execution.plan import SchedulerOutput
+from paged_jax.experiments.config import read_overrides
+from paged_jax.experiments.replay import SILENT_SECONDS
+from paged_jax.experiments.replay_engine import Handle, RecordedExecutor, ReplayEngine, replay_config
+from paged_jax.experiments.totals import Totals, totals_table
+from paged_jax.experiments.trace import RecordedPrompt, Trace
+
+WITHOUT_EFFECT = (
+    "attention_implementation",
+    "attention_interpret",
+    "dtype",
+    "kv_cache_dtype",
+    "kv_cache_memory",
+    "layer_loop",
+    "load_format",
+    "memory_utilization",
+    "seed",
+    "swap_space",
+    "token_buckets",
+    "trace_file",
+)
+"""Settings of the device, the model or the recording."""
+
+
+class _Tee:
+    """Hands events to several sinks."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, event: Event) -> None:
+        for sink in self._sinks:
+            sink.write(event)
+
+    def flush(self, *, idle: bool) -> None:
+        for sink in self._sinks:
+            sink.flush(idle=idle)
+
+
+class _Executor(RecordedExecutor):
+    """Every step takes the same time."""
+
+    def __init__(self, trace: Trace, config: EngineConfig) -> None:
+        super().__init__(trace, config)
+        self.seconds_per_step = trace.mean_step_seconds
+        self.num_cut = 0
+        """Requests that ended because nobody knows how they go on."""
+
+    def submit(self, plan: SchedulerOutput) -> Handle:
+        return Handle(self.answers(plan, seconds=self.seconds_per_step))
+
+    def lacking(self, request: Request) -> None:
+        prompt, _ = self.recorded[request]
+        if prompt.has_ended and not prompt.was_aborted:
+            raise ValueError(
+                f"request {request.request_id!r} goes on after its {request.num_output_tokens} recorded tokens under "
+                "these settings, and nobody knows how: leave max_model_len and num_blocks as they were recorded"
+            )
+        self.num_cut += 1
+        self.engine.abort(request.request_id)
+
+
+def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *, show_progress: bool = True) -> str:
+    """Serve the recorded requests under other settings; returns a table of totals beside those of the recording.
+
+    `overrides` are `key=value`: a field of EngineConfig and a YAML value. A request generates what was recorded,
+    whatever the policy. Every step takes the mean time of a recorded one: times are those of a model, decisions are the
+    engine's own. Requests that were aborted, or had not ended, end when their recorded tokens do, or when they were
+    aborted. `output` records the run. Raises ValueError, one sentence, for settings that cannot work.
+    """
+    changes = _changes(trace, overrides)
+    config, clock = replay_config(trace, changes), VirtualClock()
+    executor = _Executor(trace, config)
+    engine = ReplayEngine(trace, config, executor, clock)
+    recorded, modelled = Totals(), Totals()
+    for event in trace.events():
+        recorded.write(event)
+    file = TraceFile(output) if output is not None else None
+    bar = tqdm(
+        total=len(trace.prompts), desc="what if", unit=" requests", delay=SILENT_SECONDS, leave=False,
+        disable=not show_progress,
+    )  # fmt: skip
+    engine.record(modelled if file is None else _Tee(modelled, file))
+    try:
+        with bar, closing(file) if file is not None else nullcontext():
+            _run(trace, engine, clock, bar)
+    except BaseException:
+        if output is not None:
+            Path(output).unlink()  # half a run, which would be in the way of the next try
+        raise
+    settings = ", ".join(f"{key}={value}" for key, value in changes.items())
+    table = totals_table(
+        f"{len(trace.prompts)} requests, replayed with {settings}", {"recorded": recorded, "replayed": modelled}
+    )
+    notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the mean of those recorded"]
+    if executor.num_cut:
+        notes.append(f"{executor.num_cut} requests were cut off where what was recorded of them ends")
+    notes += [trace.note] * bool(trace.note)
+    return f"{table.terminal()}\n" + "".join(f"note: {note}\n" for note in notes)
+
+
+def _run(trace: Trace, engine: ReplayEngine, clock: VirtualClock, bar: "tqdm[None]") -> None:
+    """Requests arrive, are aborted, and the prefix cache is reset, at the times that were recorded."""
+    inputs: list[tuple[float, Event | RecordedPrompt]] = [(prompt.time, prompt) for prompt in trace.prompts]
+    inputs += [(event["t"], event) for event in trace.events() if event["event"] in ("abort", "reset")]
+    inputs.sort(key=lambda entry: entry[0])
+    pending = deque(inputs)
+    while pending or engine.has_unfinished_requests():
+        while pending and pending[0][0] <= clock.now():
+            time, what = pending.popleft()
+            if isinstance(what, RecordedPrompt):
+                engine.add(what, time)
+            elif what["event"] == "abort":
+                engine.abort(what["id"])
+            else:
+                engine.reset_prefix_cache()
+        if engine.has_unfinished_requests():
+            bar.update(sum(request.is_finished and not request.sample_index for request in engine.step()))
+        elif pending:
+            clock.wait_until(pending[0][0])
+
+
+def _changes(trace: Trace, overrides: Sequence[str]) -> dict[str, Any]:
+    changes = read_overrides(overrides)
+    for key in changes:
+        if key in WITHOUT_EFFECT:
+            raise ValueError(f"{key} has no effect in a replay, which has no model and no device: leave it out")
+    recorded = trace.header["config"]
+    if changes.get("block_size", recorded["block_size"]) != recorded["block_size"] and "num_blocks" not in changes:
+        raise ValueError(
+            f"block_size changes what num_blocks means ({trace.header['num_blocks']} blocks of "
+            f"{recorded['block_size']} tokens were recorded): give num_blocks, too"
+        )
+    if changes.get("preemption_mode") in ("swap", "auto") and not (
+        trace.header["num_swap_blocks"] or changes.get("num_swap_blocks")
+    ):
+        raise ValueError(
+            f"preemption_mode {changes['preemption_mode']!r} needs host memory, and the recorded run had none: add "
+            "num_swap_blocks=N"
+        )
+    return changes
