@@ -9,10 +9,13 @@ from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.clock import Clock
 from paged_jax.engine.door import Door
 from paged_jax.engine.policies import PolicyContext, load_policy
+from paged_jax.engine.recorder import Recorder, Sink, header
 from paged_jax.engine.request import Request, RequestMetrics
 from paged_jax.engine.scheduler import Policies, Scheduler
 from paged_jax.engine.stats import StepStats
+from paged_jax.engine.trace_file import TraceFile, check_trace_file
 from paged_jax.execution.plan import SchedulerOutput, StepResult, Swap
+from paged_jax.kv_cache.eviction import Eviction
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.kv_cache.manager import CacheSpec, KVCacheManager
 from paged_jax.kv_cache.prefix_cache import PrefixCache
@@ -95,6 +98,8 @@ class Engine:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
+        if config.trace_file is not None:
+            check_trace_file(config.trace_file)
         self.config = config
         self.executor = executor
         self.clock = clock
@@ -124,7 +129,7 @@ class Engine:
             )
         self._door = Door(config, tokenizer, vocab_size, max_model_len, self.max_request_len, self.num_blocks)
         self._predictor = load_policy("length_predictor", config.length_predictor or "constant")(config)
-        context = PolicyContext(config, clock.now, self._predictor.predict, kv_cache.num_cached_tokens)
+        context = PolicyContext(config, lambda: self._now, self._predictor.predict, kv_cache.num_cached_tokens)
 
         def policy(field: str) -> Any:
             return load_policy(field, getattr(config, field))(context)
@@ -136,6 +141,16 @@ class Engine:
         self.last_step: StepStats | None = None
         self._requests: dict[str, Request] = {}  # those that have not ended: the first sample of each prompt
         self._num_requests = 0
+        self._now = 0.0
+        self._recorder: Recorder | None = None
+        if config.trace_file is not None:
+            self.record(TraceFile(config.trace_file))
+
+    def record(self, sink: Sink) -> None:
+        """From now on tell `sink` of everything that happens; to be called before anything does."""
+        sink.write(header(self))
+        self._recorder = Recorder(sink, lambda: self._now)
+        self.scheduler.record = self.scheduler.kv_cache.record = self._recorder.record
 
     def add_request(
         self,
@@ -157,6 +172,7 @@ class Engine:
 
         Raises ValueError, one sentence, for a prompt or parameters that cannot be served; nothing else is touched.
         """
+        now = self._read_clock()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
         text, token_ids = self._door.tokenize(prompt)
@@ -183,7 +199,7 @@ class Engine:
             sampling_params=sampling,
             seed=derive_seed(self.config.seed, number) if sampling.seed is None else sampling.seed,
             max_total_tokens=longest,
-            metrics=RequestMetrics(self.clock.now() if arrival_time is None else arrival_time),
+            metrics=RequestMetrics(now if arrival_time is None else arrival_time),
             end_token_ids=ends,
             text=None if is_beams else self._text_stream(token_ids, params),
             priority=priority,
@@ -205,15 +221,22 @@ class Engine:
             leader.pending_samples = samples[1:]
         self._num_requests += width
         self._requests[request_id] = leader
-        self.scheduler.add(leader, self.clock.now())
+        if self._recorder is not None:
+            self._recorder.arrival(leader, params)
+        self.scheduler.add(leader, now)
         return leader
 
     def step(self) -> list[Request]:
         """Run one iteration; returns the requests that gained a token or left, each sample of a prompt by itself."""
-        start = self.clock.now()
+        start = self._read_clock()
+        recorder = self._recorder if self._requests else None
         scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
+        if recorder is not None:
+            recorder.begin_step()
         num_evicted = kv_cache.num_evicted
         plan = scheduler.schedule(start)
+        if recorder is not None:
+            recorder.schedule(plan)
         if not plan.num_tokens:
             left = scheduler.take_left()
             if self._requests and not plan.preempted and not left:
@@ -230,12 +253,18 @@ class Engine:
         try:
             result = self.executor.submit(plan).result()
             self.clock.advance(result.modelled_seconds)
-            now = self.clock.now()
+            now = self._read_clock()
+            if recorder is not None:
+                recorder.result(plan, result)
             advanced, usage = scheduler.update(plan, result, now)
         except BaseException:  # an interrupt, say: the device may be a token ahead of what is booked
+            if recorder is not None:
+                recorder.record("retract")
             scheduler.retract(plan)
             raise
         self._forget_ended(advanced)
+        if recorder is not None:
+            recorder.flush(idle=not self._requests)
         if self.config.debug:
             scheduler.check_integrity()
         self.last_step = StepStats(
@@ -264,12 +293,22 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request at once, all its samples, with reason "abort"; an id that is not in use is left alone."""
         leader = self._requests.pop(request_id, None)
-        for request in leader.samples if leader is not None else ():
+        if leader is None:
+            return
+        now = self._read_clock()
+        if self._recorder is not None:
+            self._recorder.record("abort", leader)
+        for request in leader.samples:
             if not request.is_finished:
-                self.scheduler.finish(request, "abort", self.clock.now())
+                self.scheduler.finish(request, "abort", now)
+        if self._recorder is not None:
+            self._recorder.flush(idle=not self._requests)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
+        if self._recorder is not None:
+            self._read_clock()
+            self._recorder.record("reset")
         self.scheduler.kv_cache.reset_prefix_cache()
 
     def update_weights(self, model: Any) -> None:
@@ -283,15 +322,17 @@ class Engine:
                 "abort them, before the weights change"
             )
         self.executor.update_weights(model)
+        if self._recorder is not None:
+            self._read_clock()
+            self._recorder.record("weights")
         self.reset_prefix_cache()
 
     def _make_kv_cache(self) -> KVCacheManager:
         config, executor = self.config, self.executor
         make_cache = load_policy("prefix_cache", config.prefix_cache_name)
-        make_eviction = load_policy("eviction", config.eviction or "lru")
 
         def make_prefix_cache() -> PrefixCache:
-            return make_cache(config.block_size, make_eviction())
+            return make_cache(config.block_size, self._make_eviction())
 
         if any(group.sliding_window for group in executor.cache_groups) and not make_cache.supports_windows:
             raise ValueError(
@@ -310,6 +351,20 @@ class Engine:
                 make_prefix_cache=make_prefix_cache,
             )
         )
+
+    def _make_eviction(self) -> Eviction:
+        """A policy for one cache group."""
+        if self.config.eviction == "belady":
+            raise ValueError(
+                "eviction 'belady' must know the future: record a run (trace_file) under another policy, then "
+                "`paged-jax replay FILE eviction=belady`"
+            )
+        return load_policy("eviction", self.config.eviction or "lru")()
+
+    def _read_clock(self) -> float:
+        """The time for everything that is decided and recorded until it is read again."""
+        self._now = self.clock.now()
+        return self._now
 
     def _sample(self, leader: Request, index: int) -> Request:
         """Another sample of the leader's prompt."""

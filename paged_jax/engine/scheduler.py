@@ -9,7 +9,7 @@ from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.policies import BatchingPolicy, PreemptionPolicy, QueuePolicy, VictimPolicy
 from paged_jax.engine.request import Request, RequestStatus
 from paged_jax.execution.plan import Fork, ScheduledRequest, SchedulerOutput, StepResult, Swap, TokenLogprobs
-from paged_jax.kv_cache.manager import KVCacheManager
+from paged_jax.kv_cache.manager import KVCacheManager, Record
 from paged_jax.kv_cache.usage import KVUsage
 
 
@@ -50,6 +50,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv_cache: KVCacheManager, policies: Policies) -> None:
         self.kv_cache = kv_cache
+        self.record: Record | None = None
         self.waiting = policies.waiting
         self.running: list[Request] = []
         self.ended_rows: list[Request] = []
@@ -325,6 +326,8 @@ class Scheduler:
         for child in request.pending_samples:
             self._release(child)
         request.metrics.num_preemptions += 1
+        if self.record is not None:
+            self.record("preempt", request=request, how="swap" if swapped else "recompute")
         request.queued_time = self._now
         self.waiting.requeue(request)
 
@@ -404,6 +407,8 @@ class Scheduler:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         self._release(request)
+        if self.record is not None:
+            self.record("preempt", request=request, how="no room to fork")
         request.queued_time = now
         self.waiting.requeue(request)
 
@@ -429,7 +434,9 @@ class Scheduler:
                 beam.token_ids, beam.logprobs = map(list, history[parent])
             continued.append(beam)
         # tokens come last: a parent must not have moved on when it is forked
-        for beam, (_, token, logprob) in zip(continued, chosen, strict=True):
+        for beam, (parent, token, logprob) in zip(continued, chosen, strict=True):
+            if self.record is not None:
+                self.record("beam", request=beam, parent=parent, token=token)
             self._append(beam, token, TokenLogprobs(logprob, 0, ()), now)
             beam.finish_reason = beam.stop_reason = None  # the search decides that
         search.continue_with(continued)
@@ -478,3 +485,5 @@ class Scheduler:
         if stop_string is not None:  # completed by the characters that were held back until the end
             request.finish_reason = "stop"
             request.stop_reason = stop_string
+        if self.record is not None:
+            self.record("finish", request=request, held=stop_string is not None)
