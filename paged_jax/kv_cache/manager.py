@@ -161,8 +161,7 @@ class KVCacheManager:
         Blocks that left the window go first. The block that is written next is copied if others use it, too.
         """
         size, computed = self.block_size, request.num_computed_tokens
-        for group in self._windowed:
-            self._drop(request, group)
+        self._drop_unseen(request)
         tables = request.block_tables
         tail, length = computed // size, len(tables[0])
         grow = max(0, self._blocks_for(computed + num_new_tokens) - length)
@@ -221,6 +220,7 @@ class KVCacheManager:
 
     def swap_out(self, request: CacheUser) -> SwappedBlocks | None:
         """Take all blocks back and keep their content in host memory, or do nothing and return None if it is full."""
+        self._drop_unseen(request)  # or it would need more room to come back than admission asks for
         count = self._blocks_for(request.num_computed_tokens)
         held = [[block for block in table.block_ids[:count] if block] for table in request.block_tables]
         if any(len(blocks) > pool.num_free for blocks, pool in zip(held, self.host_pools, strict=True)):
@@ -351,15 +351,16 @@ class KVCacheManager:
         watermark = self._num_watermark_blocks if pool.num_in_use else 0
         return count + watermark <= pool.num_available - unused
 
-    def _drop(self, request: CacheUser, group: int) -> None:
+    def _drop_unseen(self, request: CacheUser) -> None:
         """Give up the blocks that the request's next query does not see any more."""
-        table = request.block_tables[group]
-        unseen = self._num_unseen(group, request.num_computed_tokens)
-        if unseen > table.num_dropped:
-            gone = table.block_ids[table.num_dropped : unseen]
-            self._emptied[group] += self.pools[group].free(gone)
-            table.block_ids[table.num_dropped : unseen] = [0] * len(gone)
-            table.num_dropped = unseen
+        for group in self._windowed:
+            table = request.block_tables[group]
+            unseen = self._num_unseen(group, request.num_computed_tokens)
+            if unseen > table.num_dropped:
+                gone = table.block_ids[table.num_dropped : unseen]
+                self._emptied[group] += self.pools[group].free(gone)
+                table.block_ids[table.num_dropped : unseen] = [0] * len(gone)
+                table.num_dropped = unseen
 
     def _own(self, request: CacheUser, tables: tuple[BlockTable, ...], computed: int) -> None:
         request.block_tables = tables

@@ -1,5 +1,6 @@
 """Sliding windows: which blocks are held, when they are given up, and what a hit needs of them."""
 
+from itertools import cycle
 from math import gcd
 
 import hypothesis.strategies as st
@@ -18,6 +19,12 @@ def step(manager: KVCacheManager, user: User, count: int) -> bool:
         return False
     book(manager, user, count)
     return True
+
+
+def num_common(one: User, other: User) -> int:
+    """Length of their common beginning."""
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one.token_ids), len(other.token_ids)))
 
 
 def test_block_table_by_hand() -> None:
@@ -304,21 +311,20 @@ def test_admission_asks_for_the_most_blocks_that_the_request_will_hold() -> None
 def test_hits_equal_what_was_computed(window: int, size: int, lengths: list[int], chunks: list[int], cut: int) -> None:
     """With all blocks cached, whatever was given up: a longer request finds all whole blocks of a computed one."""
     manager = make(200, size, groups=[windowed(window), FULL])
+    ended: list[User] = []
     for number, length in enumerate(lengths):
         stem = list(range(min(cut, length)))
         user = User([*stem, *range(100 * number + 100, 100 * number + 100 + length - len(stem))])
         computed = manager.num_cached_tokens(user)
-        if number:
-            before = min(cut, min(lengths[0], length), max(map(lambda n: min(cut, n), lengths[:number])))
-            assert computed >= (min(before, length - 1) // size) * size
-        turn = 0
-        count = min(chunks[0], length - computed)
-        assert manager.admit(user, count)
-        book(manager, user, count)
-        while lacking(user):
-            turn += 1
-            assert step(manager, user, min(chunks[turn % len(chunks)], lacking(user)))
+        shared = max([num_common(user, other) for other in ended], default=0)
+        assert computed == min(shared, length - 1) // size * size
+        assert manager.admit(user, min(chunks[0], length - computed))
+        book(manager, user, min(chunks[0], length - computed))
+        for chunk in cycle(chunks):
+            if not lacking(user):
+                break
+            assert step(manager, user, min(chunk, lacking(user)))
         manager.check_integrity([user], [])
         manager.free(user)
-        again = User([*user.token_ids, -1])
-        assert manager.num_cached_tokens(again) == length // size * size
+        ended.append(user)
+        assert manager.num_cached_tokens(User([*user.token_ids, -1])) == length // size * size
