@@ -123,10 +123,13 @@ def test_a_batch_may_take_several_steps_to_prefill() -> None:
 
 
 def test_a_budget_spent_to_the_last_token_does_not_close_the_batch() -> None:
-    """The prompt takes steps 1 and 2 whole: nobody could join in step 2, and all are prefilled when step 3 begins."""
+    """Request 0 takes whole steps; request 2 has to wait for the tokens that request 1 leaves over."""
     rows = Rows(num_slots=4, budget=4)
-    rows.add(9, 9, prompt_len=8)
-    assert [rows.step(), rows.step(), rows.step()] == [[0], [], [1]]
+    rows.add(9, 9, 9, prompt_len=8)
+    assert [rows.step() for _ in range(5)] == [[0], [], [1], [], [2]]
+    rows = Rows(num_slots=2, budget=2)
+    rows.add(9, 9, prompt_len=6)
+    assert [rows.step() for _ in range(4)] == [[0], [], [], [1]], "two tokens that are left are no decode"
 
 
 def test_what_memory_kept_out_stays_out() -> None:

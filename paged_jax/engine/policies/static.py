@@ -31,7 +31,7 @@ class StaticBatching(BatchingPolicy):
             self._is_open = True
         elif self._only_decodes:
             self._is_open = False
-        self._only_decodes = bool(running) and all(r.num_computed_tokens + 1 >= len(r.token_ids) for r in running)
+        self._only_decodes = all(r.num_computed_tokens + 1 >= len(r.token_ids) for r in running)
 
     def admits(self, request: Request) -> bool:
         """Whether it waited when the batch opened, and that is still open, or was preempted from it."""
