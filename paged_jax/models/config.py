@@ -1,9 +1,9 @@
 """The shape of a model: everything that the decoder needs to know, and nothing of where it came from."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-LayerType = Literal["full_attention", "sliding_attention"]
+LAYER_TYPES = ("full_attention", "sliding_attention")
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -48,7 +48,7 @@ class ModelConfig:
     qkv_bias: bool = False  # of all but the output projection
     mlp_bias: bool = False
     sliding_window: int | None = None  # keys that a token sees in a sliding layer, its own included
-    layer_types: tuple[LayerType, ...] | None = None  # None: all slide if there is a window, else none does
+    layer_types: tuple[str, ...] | None = None  # of LAYER_TYPES; None: all slide if there is a window, else none does
     dtype: str = "float32"  # of the checkpoint's tensors: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
@@ -71,10 +71,10 @@ class ModelConfig:
             return (self.sliding_window,) * self.num_layers
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
-    def _check_layer_types(self, kinds: tuple[LayerType, ...]) -> None:
+    def _check_layer_types(self, kinds: tuple[str, ...]) -> None:
         for kind in kinds:
-            if kind not in get_args(LayerType):
-                raise ValueError(f"layer type {kind!r} is not supported; known: {', '.join(get_args(LayerType))}")
+            if kind not in LAYER_TYPES:
+                raise ValueError(f"layer type {kind!r} is not supported; known: {', '.join(LAYER_TYPES)}")
         if len(kinds) != self.num_layers:
             raise ValueError(f"layer_types names {len(kinds)} layers, but num_layers is {self.num_layers}")
         if "sliding_attention" in kinds and self.sliding_window is None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from paged_jax.config import nearest
-from paged_jax.models.config import LayerType, ModelConfig, RopeScaling
+from paged_jax.models.config import ModelConfig, RopeScaling
 
 # What transformers assumes when a family's config.json leaves the key out.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -96,9 +96,7 @@ def _family(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _windows(
-    family: str, values: Mapping[str, Any], num_layers: int
-) -> tuple[int | None, tuple[LayerType, ...] | None]:
+def _windows(family: str, values: Mapping[str, Any], num_layers: int) -> tuple[int | None, tuple[str, ...] | None]:
     """The sliding window, None where no layer has it, and the layers' types, None where the family has but one."""
     window: int | None = None
     if family == "MistralForCausalLM" or (family == "Qwen2ForCausalLM" and values["use_sliding_window"]):
