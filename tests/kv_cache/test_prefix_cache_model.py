@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("make_cache", CACHES)
 def test_against_a_model(make_cache: type[PrefixCache], make_eviction: type[Eviction]) -> None:
     machine = type("Machine", (CacheMachine,), {"make_cache": make_cache, "make_eviction": make_eviction})
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=50))
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 class RecordingEviction(LRUEviction):
