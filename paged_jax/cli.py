@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, Protocol
 import tyro
 
 from paged_jax.config import EngineConfig, parse
-from paged_jax.flags import as_flags, flags_of, known_flags, values_of
+from paged_jax.flags import as_flags, flag_name, flags_of, known_flags, values_of
 from paged_jax.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -175,6 +175,86 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Run a recorded run again, without its model, and compare every decision.
+
+    A run records itself when its engine has a trace_file. Without overrides all of it must come out the same;
+    the first event that does not is shown, and the exit status is 1. With overrides the same requests are served
+    under other settings, each with the tokens that it generated, on a clock on which every step takes the mean
+    time of those recorded: decisions are real, times are modelled. eviction=belady works here, and only here.
+
+    examples:
+        paged-jax generate --prompt "The capital of France is" --trace-file run.jsonl
+        paged-jax replay run.jsonl
+        paged-jax replay run.jsonl scheduling_policy=sjf length_predictor=oracle --output sjf.jsonl
+        paged-jax replay run.jsonl eviction=belady
+    """
+
+    needs: ClassVar[str] = "FILE"
+
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """What trace_file has recorded."""
+    overrides: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint=""),
+    ] = ()
+    """Other settings: a field of the engine's config (see `paged-jax generate --help`) and a YAML value."""
+    output: Annotated[str | None, tyro.conf.arg(metavar="FILE2", help_behavior_hint="")] = None
+    """Record the run under other settings there, for `paged-jax diff`."""
+    debug: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show the traceback of an error."""
+
+    def __call__(self) -> None:
+        """Replay, and say what came of it."""
+        if self.output is not None and not self.overrides:
+            raise UsageError("--output without overrides would copy the recording: give key=value, or leave it out")
+        from paged_jax.experiments.trace import Trace
+
+        trace = Trace(self.file)
+        if self.overrides:
+            from paged_jax.experiments.what_if import what_if
+
+            print(what_if(trace, self.overrides, self.output), end="")
+            return
+        from paged_jax.experiments.replay import replay
+
+        outcome = replay(trace)
+        print(outcome.text, end="")
+        if not outcome.reproduced:
+            sys.exit(STATUS_ERROR)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Show the first step at which two recorded runs part, and their totals.
+
+    Two policies, say: record a run, replay it under another policy with --output, compare. Shown are the settings
+    that differ, whether the same requests arrive, the step before and the step at which the decisions differ (who
+    is scheduled, admitted, preempted, with how many tokens and which blocks), and totals from there on and over
+    all. Times are not compared.
+
+    example:
+        paged-jax diff run.jsonl sjf.jsonl
+    """
+
+    needs: ClassVar[str] = "A and B"
+
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A B")]
+    """Two traces, from trace_file or `paged-jax replay --output`."""
+    debug: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show the traceback of an error."""
+
+    def __call__(self) -> None:
+        """Compare and print."""
+        if len(self.files) != 2:
+            raise UsageError(f"{PROGRAM} diff compares two traces, A and B, got {len(self.files)}")
+        from paged_jax.experiments.trace import Trace
+        from paged_jax.experiments.trace_diff import diff
+
+        print(diff(*map(Trace, self.files)), end="")
+
+
+@dataclass(frozen=True)
 class Models:
     """List the catalogue of models.
 
@@ -224,9 +304,75 @@ class Fetch:
         print(fetch(self.name))
 
 
+@dataclass(frozen=True)
+class BenchScheduler:
+    """Time the scheduler: microseconds of the host per step, per request and per admitted prompt.
+
+    The real engine runs over an executor that answers at once. Shown are the smallest of the samples and their median:
+    read the smallest on a machine with other work. Engine settings may follow; they go to every row.
+
+    examples:
+        paged-jax bench-scheduler
+        paged-jax bench-scheduler --running 256 --repeats 20
+        paged-jax bench-scheduler scheduling_policy=my_policies:MyQueue
+    """
+
+    needs: ClassVar[str] = ""
+
+    overrides: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint=""),
+    ] = ()
+    """Engine settings, such as eviction=lfu."""
+    running: tuple[int, ...] = (16, 64, 256, 1024)
+    """Requests that decode at once."""
+    prompt_len: int = 1000
+    """Tokens of each prompt."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    repeats: int = 20
+    """Samples of each number."""
+    debug: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show the traceback of an error."""
+
+    def __call__(self) -> None:
+        """Measure and print the table."""
+        for name, value in {"running": min(self.running, default=0), "prompt_len": self.prompt_len,
+                            "block_size": self.block_size, "repeats": self.repeats}.items():  # fmt: skip
+            if value < 1:
+                raise UsageError(f"{flag_name(name)} must be 1 or more, got {value}")
+        from tqdm import tqdm
+
+        from paged_jax.experiments.config import read_overrides
+        from paged_jax.experiments.scheduler_bench import SETTINGS, measure, table
+
+        engine = read_overrides(self.overrides)
+        with tqdm(total=len(SETTINGS) * (len(self.running) + 2), leave=False) as bar:
+            costs = []
+            for cost in measure(
+                self.running,
+                prompt_len=self.prompt_len,
+                block_size=self.block_size,
+                repeats=self.repeats,
+                engine=engine,
+                progress=bar.set_description_str,
+            ):
+                costs.append(cost)
+                bar.update()
+        print(table(costs), end="")
+
+
 BENCH_KERNELS = "bench-kernels"
 """Not one of COMMANDS: what follows it goes to `pallas_kernels.bench`, which also runs without this package."""
-COMMANDS: dict[str, type[Command]] = {"generate": Generate, "run": Run, "models": Models, "fetch": Fetch}
+COMMANDS: dict[str, type[Command]] = {
+    "generate": Generate,
+    "run": Run,
+    "replay": Replay,
+    "diff": Diff,
+    "models": Models,
+    "fetch": Fetch,
+    "bench-scheduler": BenchScheduler,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -298,7 +444,7 @@ def _parse(name: str, arguments: list[str]) -> Command:
         args=arguments,
         return_unknown_args=True,
     )
-    if isinstance(parsed, Run):  # overrides may also follow flags
+    if isinstance(parsed, Run | Replay):  # overrides may also follow flags
         parsed = dataclasses.replace(parsed, overrides=(*parsed.overrides, *left))
     elif left:
         raise UsageError(f"{prog} cannot place {left[0]!r}: see `{prog} --help`")

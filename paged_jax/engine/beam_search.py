@@ -53,14 +53,18 @@ class BeamSearch:
         """Whether every beam has made its offer."""
         return all(beam in self._offers for beam in self.beams)
 
+    def has_offer(self, beam: "Request") -> bool:
+        """Whether a beam has made its offer, and has nothing to do until the others have."""
+        return beam in self._offers
+
     def offer(self, beam: "Request", logprobs: TokenLogprobs | None) -> None:
-        """A beam's most likely next tokens; offered again after a recomputation, they are the same."""
+        """A beam's most likely next tokens."""
         if logprobs is None:
             raise RuntimeError("the executor reported no log-probabilities for a beam")
         self._offers[beam] = logprobs
 
-    def choose(self) -> list[tuple["Request", int, float]]:
-        """What is kept: (beam that goes on, its next token, that token's log-probability), the best first."""
+    def choose(self) -> list[tuple["Request", int]]:
+        """What is kept: (beam that goes on, its next token), the best first."""
         continuations = []
         for beam in self.beams:
             so_far = self._cumulative.get(beam, 0.0)
@@ -69,7 +73,7 @@ class BeamSearch:
                     tokens = tuple(beam.output_token_ids)
                     self._hypotheses.append(Hypothesis(tokens, so_far + logprob, "stop"))
                 else:
-                    continuations.append((so_far + logprob, beam, token, logprob))
+                    continuations.append((so_far + logprob, beam, token))
         continuations.sort(key=lambda continuation: -continuation[0])
         kept = continuations[: self.params.beam_width]
         self._offers = {}
@@ -77,10 +81,10 @@ class BeamSearch:
         if self._length == self._max_tokens:
             self.is_finished = True
             self._hypotheses += [
-                Hypothesis((*beam.output_token_ids, token), total, "length") for total, beam, token, _ in kept
+                Hypothesis((*beam.output_token_ids, token), total, "length") for total, beam, token in kept
             ]
         self._totals = [total for total, *_ in kept]
-        return [(beam, token, logprob) for _, beam, token, logprob in kept]
+        return [(beam, token) for _, beam, token in kept]
 
     def continue_with(self, beams: list["Request"]) -> None:
         """The requests that stand for what was chosen, in the same order."""

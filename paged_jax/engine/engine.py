@@ -206,7 +206,7 @@ class Engine:
             user=user,
             cache_salt=cache_salt,
             expected_output_len=expected_output_len,
-            logprobs=[] if is_beams or params.logprobs is not None else None,
+            logprobs=None if sampling.logprobs is None else [],
         )
         leader.max_total_tokens = min(longest, self.scheduler.kv_cache.reserved_len(leader))
         if self.config.length_predictor is not None:

@@ -32,7 +32,6 @@ class RequestMetrics:
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    first_token_time: float | None = None
     finished_time: float | None = None
     token_times: list[float] = field(default_factory=list)
     """When each output token became known."""
@@ -41,6 +40,11 @@ class RequestMetrics:
     """Prompt tokens taken from the prefix cache at first admission."""
     max_wait: float = 0.0
     """Longest time in the queue at a stretch, in seconds."""
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When the first output token became known."""
+        return self.token_times[0] if self.token_times else None
 
 
 @dataclass(eq=False, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.beam_search import BeamSearch
@@ -65,7 +65,9 @@ class Scheduler:
         self._free_slots = list(reversed(range(self._num_slots)))
         self._swap_outs: list[Swap] = []  # not yet in a plan that was run
         self._reforked: list[Request] = []  # beams whose slot has another content than the device knows
+        self._parked: list[Request] = []  # beams that gave way after their offer, until their search goes on
         self._left: list[Request] = []  # ended rows that have left since the last update
+        self._ended_in_flight = False  # somebody ended between the launch of a step and its result
         self._now = 0.0
 
     def add(self, request: Request, now: float) -> None:
@@ -75,6 +77,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan one step and take the blocks for it; `now` is in seconds on the engine's clock."""
+        self._ended_in_flight = False
         self._now = now
         if self.ended_rows and not self.running:  # the last member of the batch was preempted or aborted
             self._let_ended_rows_leave(now)
@@ -87,9 +90,14 @@ class Scheduler:
         self._take_chunks(prefills, draft)
         if not draft.preempted:
             self._take_waiting(draft)
+        if not (draft.decodes or draft.chunks or draft.preempted):
+            self._preempt_idle_beam(draft)
         if self._prefill_first:
             del draft.decodes[max(0, draft.budget) :]
             draft.budget -= len(draft.decodes)
+        if not (draft.decodes or draft.chunks or draft.preempted) and self.running:
+            # all who run are beams that wait for others, which they leave no room
+            self._preempt_in(draft, max(self.running, key=lambda request: request.number))
         return self._finished_plan(draft)
 
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> tuple[list[Request], KVUsage]:
@@ -97,55 +105,55 @@ class Scheduler:
 
         Returns the requests that gained a token or left, and the KV usage before those gave their blocks back.
         """
-        kv_cache, running = self.kv_cache, RequestStatus.RUNNING
-        new_tokens = iter(zip(result.token_ids, result.logprobs or [None] * len(result.token_ids), strict=True))
-        advanced: list[Request] = []
-        searches: dict[BeamSearch, None] = {}
-        num_computed = 0
-        for (tokens, logprobs), request in zip(islice(new_tokens, len(plan.decodes)), plan.decodes, strict=True):
-            if request.status is not running:
-                continue  # aborted between the launch of the step and its result
-            num_computed += 1
+        kv_cache, chunks, forks = self.kv_cache, plan.chunks, plan.forks
+        rows = [*plan.decodes, *(part.request for part in chunks), *(fork.child for fork in forks)]
+        token_ids, logprobs, decodes = result.token_ids, result.logprobs, plan.decodes
+        if self._ended_in_flight:  # aborted between the launch of the step and its result
+            alive = [row.status is not RequestStatus.FINISHED for row in rows]
+            rows, token_ids = list(compress(rows, alive)), list(compress(token_ids, alive))
+            logprobs = logprobs and list(compress(logprobs, alive))
+            decodes = [r for r in decodes if r.status is not RequestStatus.FINISHED]
+            chunks = [c for c in chunks if c.request.status is not RequestStatus.FINISHED]
+            forks = [f for f in forks if f.child.status is not RequestStatus.FINISHED]
+        self._ended_in_flight = False
+        for request in decodes:
             computed = request.num_computed_tokens = request.num_computed_tokens + 1
             if computed >= request.next_publish:
                 kv_cache.publish(request)
-            if request.beam_search is None:
-                self._append(request, tokens[0], logprobs, now)
-                advanced.append(request)
-            else:
-                request.beam_search.offer(request, logprobs)
-                searches[request.beam_search] = None
-        for (request, start, num_tokens, samples), (tokens, logprobs) in zip(
-            plan.chunks, islice(new_tokens, len(plan.chunks)), strict=True
-        ):
-            if request.status is not running:
-                continue
-            num_computed += num_tokens
+        for request, start, num_tokens, _ in chunks:
             request.num_computed_tokens = start + num_tokens
             kv_cache.publish(request)
-            if samples and request.beam_search is not None:
-                request.beam_search.offer(request, logprobs)
-                searches[request.beam_search] = None
-            elif samples:
-                self._append(request, tokens[0], logprobs, now)
-                advanced.append(request)
-        kv_cache.advance(num_computed)
-        for (parent, child), (tokens, logprobs) in zip(plan.forks, new_tokens, strict=True):
-            if child.is_finished:
-                continue
+        kv_cache.advance(len(decodes) + sum(part.num_tokens for part in chunks))
+        for parent, child in forks:
             self._begin_sample(parent, child, now)
-            self._append(child, tokens[0], logprobs, now)
-            advanced.append(child)
+        searches: dict[BeamSearch, None] = {}
+        if logprobs is not None:
+            rows, token_ids = self._book_logprobs(rows, token_ids, logprobs, searches)
+        advanced = [request for request, tokens in zip(rows, token_ids, strict=True) if tokens]
+        for request, tokens in zip(rows, token_ids, strict=True):
+            for token in tokens:
+                request.token_ids.append(token)
+                request.metrics.token_times.append(now)
+                if (
+                    token in request.end_token_ids
+                    or len(request.token_ids) >= request.max_total_tokens
+                    or request.text is not None
+                ):
+                    self._check_stop(request, token)
+                    if request.finish_reason is not None:
+                        break
         for search in searches:
             if search.is_ready:
                 advanced += self._advance_search(search, now)
         usage = kv_cache.usage()
         for request in advanced:
-            if request.finish_reason is not None:
+            if request.finish_reason is not None and not request.is_finished:
                 self._end(request, now)
         if self.ended_rows and not self.running:
             self._let_ended_rows_leave(now)
-        return list(dict.fromkeys(advanced + self.take_left())), usage
+        if self._left:
+            advanced = list(dict.fromkeys(advanced + self.take_left()))
+        return advanced, usage
 
     def take_left(self) -> list[Request]:
         """Ended rows that have left their batch since they were asked for last."""
@@ -153,16 +161,19 @@ class Scheduler:
         return left
 
     def retract(self, plan: SchedulerOutput) -> None:
-        """Take back a step whose result was lost: its requests are preempted, to be recomputed from their tokens."""
-        for part in reversed(plan.scheduled):
-            if part.request.status is RequestStatus.RUNNING:
-                self._preempt(part.request)
+        """Take back a step whose result was lost: all who run are preempted, to be recomputed from their tokens.
+
+        Nobody knows what of it was done: those that were not scheduled may still lack a copy, or a slot on the device.
+        """
+        for request in reversed(self.running):
+            self._preempt(request)
         for swap in plan.swap_outs:
             if swap.request.status is RequestStatus.SWAPPED:
                 self._forget_swapped(swap.request)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
         """End a request wherever it is; its blocks and slot are free at once."""
+        self._ended_in_flight = True
         if request in self.ended_rows:
             self.ended_rows.remove(request)
             self._release(request)
@@ -173,6 +184,8 @@ class Scheduler:
             leader = request.samples[0]
             leader.pending_samples = tuple(r for r in leader.pending_samples if r is not request)
             self._release(request)
+        elif request in self._parked:
+            self._parked.remove(request)
         else:
             self.waiting.remove(request)
             if request.status is RequestStatus.SWAPPED:
@@ -186,6 +199,7 @@ class Scheduler:
         pending = [child for request in holders for child in request.pending_samples]
         slots = [request.slot for request in holders + pending]
         assert None not in slots, "a running request has no slot"
+        assert not any(r.block_tables or r.host_blocks for r in self._parked), "a beam that gave way holds blocks"
         assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or has two owners"
         for request in self.waiting:
             assert request.slot is None, "a waiting request owns a slot"
@@ -222,8 +236,8 @@ class Scheduler:
         waiting, batching = self.waiting, self._policies.batching
         while waiting and draft.budget > 0:
             request = waiting.peek()
-            if not batching.admits(request):
-                return
+            if request in draft.preempted or not batching.admits(request):
+                return  # displaced in this very step, or not of this batch
             if not self._admit(request, draft) and not self._displace(request, draft):
                 return
 
@@ -303,6 +317,13 @@ class Scheduler:
             self._preempt_in(draft, self._policies.victims.choose(yielding))
         return bool(yielding)
 
+    def _preempt_idle_beam(self, draft: _Draft) -> None:
+        """Let a beam that waits for the other beams of its search, which wait for its blocks, make room; it has made
+        its offer, which the search keeps."""
+        idle = [r for r in self.running if r.num_computed_tokens == len(r.token_ids)]
+        if idle and self.waiting:
+            self._preempt_in(draft, max(idle, key=lambda request: request.number))
+
     def _preempt_in(self, draft: _Draft, victim: Request) -> None:
         """Preempt a request, which may have had its turn in this step already."""
         if victim in draft.decodes:
@@ -328,6 +349,9 @@ class Scheduler:
         request.metrics.num_preemptions += 1
         if self.record is not None:
             self.record("preempt", request=request, how="swap" if swapped else "recompute")
+        if request.beam_search is not None and request.beam_search.has_offer(request):
+            self._parked.append(request)  # there is nothing to compute for it now
+            return
         request.queued_time = self._now
         self.waiting.requeue(request)
 
@@ -354,8 +378,9 @@ class Scheduler:
         forks = [
             Fork(r, child) for r in parts if r.pending_samples and not r.beam_search for child in r.pending_samples
         ]
-        reforked = [r for r in self._reforked if r.slot is not None and r not in draft.admitted]
-        swap_outs, self._swap_outs, self._reforked = self._swap_outs, [], []
+        reforked = [r for r in self._reforked if r in parts and r not in draft.admitted]
+        self._reforked = [r for r in self._reforked if r not in parts and r.slot is not None]
+        swap_outs, self._swap_outs = self._swap_outs, []
         return SchedulerOutput(
             decodes=draft.decodes,
             chunks=draft.chunks,
@@ -370,23 +395,37 @@ class Scheduler:
             num_tokens=len(draft.decodes) + len(idle) + sum(part.num_tokens for part in draft.chunks),
         )
 
-    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """Book a new token, and set the finish and stop reasons if it ends the request."""
-        token_ids, metrics = request.token_ids, request.metrics
-        token_ids.append(token)
-        metrics.token_times.append(now)
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        if logprobs is not None and request.logprobs is not None:
-            request.logprobs.append(logprobs)
-        if token in request.end_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
+    def _book_logprobs(
+        self,
+        rows: Sequence[Request],
+        token_ids: Sequence[tuple[int, ...]],
+        logprobs: Sequence[TokenLogprobs | None],
+        searches: dict[BeamSearch, None],
+    ) -> tuple[list[Request], list[tuple[int, ...]]]:
+        """Keep the log-probabilities that were asked for; returns the rows that are no beams, and their tokens."""
+        others: list[Request] = []
+        others_tokens: list[tuple[int, ...]] = []
+        for request, tokens, entry in zip(rows, token_ids, logprobs, strict=True):
+            if request.beam_search is None:
+                others.append(request)
+                others_tokens.append(tokens)
+                if tokens and request.logprobs is not None:
+                    request.logprobs.append(entry)
+            elif tokens:
+                request.beam_search.offer(request, entry)
+                searches[request.beam_search] = None
+        return others, others_tokens
+
+    def _check_stop(self, request: Request, token: int) -> None:
+        """Set the finish and stop reasons if this token, its newest, ends the request; add its text if it has any."""
+        params = request.sampling_params
+        if token in request.end_token_ids and request.num_output_tokens >= params.min_tokens:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in request.sampling_params.stop_token_ids else None
-        elif len(token_ids) >= request.max_total_tokens:
+            request.stop_reason = token if token in params.stop_token_ids else None
+        elif len(request.token_ids) >= request.max_total_tokens:
             request.finish_reason = "length"
-        text = request.text
-        if text is not None and (request.finish_reason != "stop" or request.sampling_params.include_stop_str_in_output):
-            stop_string = text.append(token)
+        if request.text is not None and (request.finish_reason != "stop" or params.include_stop_str_in_output):
+            stop_string = request.text.append(token)
             if stop_string is not None:
                 request.finish_reason = "stop"
                 request.stop_reason = stop_string
@@ -419,27 +458,33 @@ class Scheduler:
             for request in search.beams:
                 request.finish_reason = "length"
             leader = search.beams[0].samples[0]
-            for request in leader.pending_samples:  # it ended with its first token
+            pending = leader.pending_samples  # it ended with its first token
+            for request in pending:
                 self.finish(request, "length", now)
-            return list(search.beams)
-        spare = [r for r in search.beams if all(parent is not r for parent, _, _ in chosen)]
+            return [*search.beams, *pending]
+        spare = [r for r in search.beams if all(parent is not r for parent, _ in chosen)]
         spare += search.beams[0].samples[0].pending_samples
-        history = {parent: (list(parent.token_ids), list(parent.logprobs)) for parent, _, _ in chosen}
+        history = {parent: list(parent.token_ids) for parent, _ in chosen}
         continued: list[Request] = []
-        for parent, _, _ in chosen:
+        for parent, _ in chosen:
             beam = parent
             if parent in continued:
                 beam = spare.pop(0)
                 self._refork(parent, beam, now)
-                beam.token_ids, beam.logprobs = map(list, history[parent])
+                beam.token_ids = list(history[parent])
             continued.append(beam)
         # tokens come last: a parent must not have moved on when it is forked
-        for beam, (parent, token, logprob) in zip(continued, chosen, strict=True):
+        for beam, (parent, token) in zip(continued, chosen, strict=True):
             if self.record is not None:
                 self.record("beam", request=beam, parent=parent, token=token)
-            self._append(beam, token, TokenLogprobs(logprob, 0, ()), now)
-            beam.finish_reason = beam.stop_reason = None  # the search decides that
+            beam.token_ids.append(token)
+            beam.metrics.token_times.append(now)
         search.continue_with(continued)
+        for beam in continued:
+            if beam in self._parked:
+                self._parked.remove(beam)
+                beam.queued_time = now
+                self.waiting.requeue(beam)
         return continued
 
     def _refork(self, parent: Request, beam: Request, now: float) -> None:
@@ -447,8 +492,6 @@ class Scheduler:
         if beam in beam.samples[0].pending_samples:
             self._begin_sample(parent, beam, now)
             return
-        if beam.status is RequestStatus.SWAPPED:
-            self._forget_swapped(beam)
         beam.block_contents = list(parent.block_contents)
         beam.match = None
         if beam.status is not RequestStatus.RUNNING:

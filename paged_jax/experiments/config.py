@@ -173,6 +173,14 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     return experiment_from_dict(raw)
 
 
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Plain values of `key=value` words whose values are YAML, as for `load_experiment`."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        _override(values, override)
+    return _tuples(values)
+
+
 def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     """Check plain values, as they stand in a file, and every setting of their sweep."""
     raw = _tuples(raw)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from paged_jax.kv_cache.block_pool import BlockPool
 from paged_jax.kv_cache.block_table import BlockTable
@@ -73,9 +73,6 @@ class KVCacheManager:
     requests share all blocks; whoever writes to a shared one gets a copy first. Blocks that fell out of a group's
     sliding window are given up.
     """
-
-    shares: ClassVar[bool] = True
-    """Whether a block may belong to several requests."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
@@ -207,7 +204,7 @@ class KVCacheManager:
             tables.append(BlockTable(list(table.block_ids), table.num_published, table.num_dropped, table.cursor))
         self._own(child, tuple(tables), parent.num_computed_tokens)
         self._num_unfilled_twice += len(tables[0]) * self.block_size - parent.num_computed_tokens
-        child.block_contents = list(parent.block_contents)
+        child.block_contents = parent.block_contents[: parent.num_computed_tokens // self.block_size]
         child.next_publish = parent.next_publish
         # the next write of either must ask whether the tail is still shared
         parent.num_writable_tokens = child.num_writable_tokens = parent.num_computed_tokens

@@ -36,8 +36,6 @@ class Reservation(KVCacheManager, ABC):
     are never stored, so a request of L tokens fills at most L - 1 of the L slots that it counts.)
     """
 
-    shares: ClassVar[bool] = False
-
     pools: list[BuddyPool]
 
     def __init__(self, spec: CacheSpec) -> None:
