@@ -289,3 +289,18 @@ def test_both_publish_what_they_go_on_to_compute() -> None:
         manager.free(user)
     assert parts(manager) == (0, 0, 12, 36)
     check(manager, [])
+
+
+def test_a_child_may_go_on_otherwise_from_where_its_parent_has_computed() -> None:
+    """The parent's contents beyond that, which its admission looked up, are not the child's."""
+    manager = make(12)
+    parent = User(list(range(12)))
+    assert manager.num_cached_tokens(parent) == 0
+    assert manager.admit(parent, 5)
+    book(manager, parent, 5)
+    child = User([*range(5), 50, 51, 52])
+    assert manager.fork(parent, child)
+    assert grow(manager, child)
+    assert manager.num_cached_tokens(User([*range(9)])) == 4
+    assert manager.num_cached_tokens(User([*range(5), 50, 51, 52, 0])) == 8
+    check(manager, [parent, child])
