@@ -113,8 +113,8 @@ def test_nothing_is_compiled_after_warm_up(budget, slots, buckets):
     engine = make_engine(config)
     with compilations() as seen:
         engine.executor.warm_up()
-    assert len(seen) >= len(make_buckets(config)), "the listener hears nothing: it counts the wrong event"
-    assert engine.executor.num_compilations == len(make_buckets(config))
+    count = engine.executor.num_compilations
+    assert len(seen) >= count == len(make_buckets(config)) + 2  # steps, copies and poison
     sizes = set()
     with compilations() as seen:
         for seed in range(3):
@@ -125,7 +125,7 @@ def test_nothing_is_compiled_after_warm_up(budget, slots, buckets):
                 engine.step()
                 sizes.add(engine.last_step.num_tokens)
     assert seen == []
-    assert engine.executor.num_compilations == len(make_buckets(config))
+    assert engine.executor.num_compilations == count
     assert len(sizes) >= min(budget - 2, 8)
 
 
