@@ -100,6 +100,14 @@ def grow(manager: KVCacheManager, user: User, *token_ids: int) -> bool:
     return True
 
 
+def step(manager: KVCacheManager, user: User, count: int) -> bool:
+    """Compute so many of the user's tokens."""
+    if not manager.extend(user, count):
+        return False
+    book(manager, user, count)
+    return True
+
+
 def parts(manager: KVCacheManager) -> tuple[int, int, int, int]:
     """Slots with tokens, unfilled, cached and free: the parts of `usage`, which must sum to all slots."""
     usage = manager.usage()
@@ -109,3 +117,9 @@ def parts(manager: KVCacheManager) -> tuple[int, int, int, int]:
     spec = manager.spec
     assert sum(numbers) % (spec.num_blocks * spec.block_size) == 0
     return numbers
+
+
+def in_pool(manager: KVCacheManager) -> tuple[int, int, int]:
+    """Blocks of the only cache group in use, cached and free."""
+    (pool,) = manager.pools
+    return pool.num_in_use, pool.num_cached, pool.num_free

@@ -8,7 +8,6 @@ from paged_jax.kv_cache.prefix_cache import PrefixCache
 from paged_jax.kv_cache.prefix_cache.hash import HashPrefixCache
 from paged_jax.kv_cache.prefix_cache.none import NoPrefixCache
 from paged_jax.kv_cache.prefix_cache.radix import RadixPrefixCache
-from paged_jax.kv_cache.swap import HostPool
 
 
 def running(manager: KVCacheManager, count: int, first: int = 0) -> User:
@@ -285,18 +284,3 @@ def test_swapping_out_frees_in_the_order_of_freeing() -> None:
     manager.swap_out(user)
     compute(manager, User(list(range(50, 58))))
     assert manager.num_cached_tokens(User(list(range(13)))) == 8
-
-
-def test_host_pool() -> None:
-    pool = HostPool(3)
-    assert pool.allocate(2) == [0, 1]
-    assert pool.num_free == 1
-    with pytest.raises(RuntimeError, match="2 host blocks wanted, 1 free: the caller must check first"):
-        pool.allocate(2)
-    assert pool.allocate(0) == []
-    pool.check([0, 1])
-    pool.free([0, 1])
-    assert pool.allocate(3) == [0, 1, 2]
-    for wrong in ([0, 1], [0, 1, 2, 2]):
-        with pytest.raises(AssertionError, match="a host block is lost or has two owners"):
-            pool.check(wrong)
