@@ -5,7 +5,7 @@ unseen. Before it answers, every request's tokens are read back through its bloc
 was freed too early, shared wrongly or never written is found in the step that would have read it.
 """
 
-import dataclasses
+import functools
 import math
 import zlib
 from array import array
@@ -26,22 +26,41 @@ type Step = list[tuple[str, int, int]]
 """A plan in short: (request id, first token, number of tokens) of each scheduled request, in order."""
 
 
+type Token = Callable[[Sequence[int]], int]
+"""What follows these tokens."""
+
+
 def next_token(token_ids: Sequence[int]) -> int:
     """The token that follows these: any change to any of them changes it (but for one chance in 97)."""
     return zlib.crc32(array("q", token_ids).tobytes()) % VOCAB_SIZE
 
 
+def sampled_token(token_ids: Sequence[int], seed: int, sample_index: int, greedy: Token = next_token) -> int:
+    """The token that follows these in one of a prompt's samples; the first sample is the greedy one."""
+    return greedy(token_ids if sample_index == 0 else [*token_ids, seed % 2**32, sample_index])
+
+
 def tokens_alone(
-    prompt: Sequence[int], params: SamplingParams, max_total_tokens: int, eos_token_ids: Iterable[int] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_total_tokens: int,
+    eos_token_ids: Iterable[int] = (),
+    *,
+    seed: int = 0,
+    sample_index: int = 0,
 ) -> tuple[list[int], str]:
     """Output and finish reason of a request that nobody disturbs, written down from the definitions."""
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
     tokens = list(prompt)
     while True:
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stops:
+        token = sampled_token(tokens, seed, sample_index)
+        while token in stops and len(tokens) - len(prompt) < params.min_tokens:
+            token = (token + 1) % VOCAB_SIZE
+        tokens.append(token)
+        num_output = len(tokens) - len(prompt)
+        if token in stops and num_output >= params.min_tokens:
             return tokens[len(prompt) :], "stop"
-        if len(tokens) - len(prompt) == params.max_tokens or len(tokens) == max_total_tokens:
+        if num_output == params.max_tokens or len(tokens) == max_total_tokens:
             return tokens[len(prompt) :], "length"
 
 
@@ -67,12 +86,14 @@ class HostExecutor:
     num_swap_blocks: int = 0
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(1, 1, 1),)
     seconds_per_step: float = 0.0
-    token: Callable[[Sequence[int]], int] = next_token
+    token: Token = next_token
     """The greedy token after these."""
     contiguous: bool = False
     """Whether block tables are longer than their tokens need, as reservations are."""
     on_submit: Callable[[SchedulerOutput], None] | None = None
     """Called between a plan and its result."""
+    loses_plan: bool = False
+    """Whether the next plan is interrupted before any of it is done."""
     memory: list[dict[tuple[int, int], int]] = field(init=False)
     """Per cache group (block, offset) -> digest of a token and all before it."""
     host_memory: list[dict[int, dict[int, int]]] = field(init=False)
@@ -90,6 +111,12 @@ class HostExecutor:
 
     def submit(self, plan: SchedulerOutput) -> Handle:
         self._check_plan(plan)
+        if self.loses_plan:
+            self.loses_plan = False
+            for group, emptied in enumerate(plan.emptied_blocks):
+                for block in emptied:
+                    self._replace(group, block, {})
+            raise KeyboardInterrupt
         self._move_blocks(plan)
         for request in plan.admitted:
             self.owners[request.slot] = request
@@ -128,8 +155,11 @@ class HostExecutor:
         slots = [request.slot for request in everybody]
         assert len(set(slots)) == len(slots), "two requests share a slot"
         assert set(slots) <= set(range(self.max_num_seqs)), "a slot does not exist"
-        pending = {child for request in requests for child in request.pending_samples}
-        assert set(plan.admitted) <= set(everybody) | pending, "an admitted request is not scheduled"
+        pending = {child for request in {*requests, *plan.admitted} for child in request.pending_samples}
+        for request in set(plan.admitted) - set(everybody) - pending:
+            # prefills come first, and the budget is spent
+            assert request.status is RequestStatus.RUNNING, "an admitted request does not run"
+            assert len(request.token_ids) - request.num_computed_tokens == 1, "an admitted request is not scheduled"
         for request in plan.preempted:
             assert request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
             assert request.slot is None, "a preempted request keeps its slot"
@@ -232,24 +262,25 @@ class HostExecutor:
         if request.sampled_on_device:
             assert self.last_tokens[request.slot] == request.token_ids[-1], "the device has another newest token"
         params = request.sampling_params
-        token = self.token([*request.token_ids, *[request.seed] * (request.sample_index > 0), request.sample_index])
-        if request.sample_index == 0:
-            token = self.token(request.token_ids)
+        token = sampled_token(request.token_ids, request.seed, request.sample_index, self.token)
         while request.num_output_tokens < params.min_tokens and token in request.end_token_ids:
             token = (token + 1) % VOCAB_SIZE
         self.last_tokens[request.slot] = token
         if request.num_logprobs is None:
             return (token,), None
-        top = tuple((t, lp) for t, lp in beam_logprobs(request.token_ids)[: request.num_logprobs])
-        return (token,), TokenLogprobs(dict(beam_logprobs(request.token_ids))[token], 1, top)
+        ranked = beam_logprobs(tuple(request.token_ids))
+        rank, logprob = next((rank, lp) for rank, (t, lp) in enumerate(ranked, start=1) if t == token)
+        return (token,), TokenLogprobs(logprob, rank, ranked[: request.num_logprobs])
 
 
-def beam_logprobs(token_ids: Sequence[int]) -> list[tuple[int, float]]:
+@functools.lru_cache(maxsize=2**14)
+def beam_logprobs(token_ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
     """(token, log-probability) of every token after these, the most likely first: a made-up distribution."""
-    weights = [1.0 + zlib.crc32(array("q", [*token_ids, t]).tobytes()) % 10007 for t in range(VOCAB_SIZE)]
+    before = zlib.crc32(array("q", token_ids).tobytes())
+    weights = [1.0 + zlib.crc32(array("q", [token]).tobytes(), before) % 10007 for token in range(VOCAB_SIZE)]
     total = sum(weights)
-    ranked = sorted(range(VOCAB_SIZE), key=lambda t: (-weights[t], t))
-    return [(t, math.log(weights[t] / total)) for t in ranked]
+    ranked = sorted(range(VOCAB_SIZE), key=lambda token: (-weights[token], token))
+    return tuple((token, math.log(weights[token] / total)) for token in ranked)
 
 
 def host_engine(
@@ -258,7 +289,7 @@ def host_engine(
     max_model_len: int = 256,
     eos_token_ids: Sequence[int] = (),
     seconds_per_step: float = 0.0,
-    token: Callable[[Sequence[int]], int] = next_token,
+    token: Token = next_token,
     clock: Clock | None = None,
     groups: tuple[CacheGroup, ...] = (CacheGroup(1, 1, 1),),
     on_submit: Callable[[SchedulerOutput], None] | None = None,
@@ -321,15 +352,17 @@ def check_accounting(engine: Engine) -> None:
     assert usage.cached == cached * block_size
     assert usage.free + usage.external_fragmentation == free * block_size
     for parts in [usage] + ([engine.last_step.kv] if engine.last_step is not None else []):
-        sizes = dataclasses.astuple(parts)
+        sizes = tuple(parts)
         assert min(sizes) >= 0
         assert sum(sizes) == slots
-    live = {*holders, *scheduler.waiting}
+    live = {*holders, *scheduler.waiting, *scheduler._parked}
     live |= {child for request in live for child in request.pending_samples}
-    assert engine.has_unfinished_requests() == bool(live)
     assert not any(request.is_finished for request in live), "an ended request is still listed"
+    # those that have left a static batch are reported by the next step that is not interrupted
     unfinished = {request.request_id for request in live}
-    assert set(engine._requests) == unfinished, "the engine remembers other requests than the scheduler"
+    known = unfinished | {request.request_id for request in scheduler._left}
+    assert unfinished <= set(engine._requests) <= known, "the engine remembers other requests than the scheduler"
+    assert engine.has_unfinished_requests() == bool(engine._requests)
 
 
 def drain(engine: Engine, max_steps: int = 400) -> None:

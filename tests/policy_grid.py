@@ -153,6 +153,6 @@ def _complete(part: Row, uncovered: Mapping[Pair, None], rng: random.Random) -> 
     return row
 
 
-def name(row: Mapping[str, Value]) -> str:
+def row_name(row: Mapping[str, Value]) -> str:
     """A row in short, for test ids: the choices that are not the defaults."""
     return "-".join(str(value) for key, value in row.items() if value != DIMENSIONS[key][0]) or "defaults"
