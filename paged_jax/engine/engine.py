@@ -256,13 +256,13 @@ class Engine:
             now = self._read_clock()
             if recorder is not None:
                 recorder.result(plan, result)
-            advanced, usage = scheduler.update(plan, result, now)
+            outcome = scheduler.update(plan, result, now)
         except BaseException:  # an interrupt, say: the device may be a token ahead of what is booked
             if recorder is not None:
                 recorder.record("retract")
             scheduler.retract(plan)
             raise
-        self._forget_ended(advanced)
+        self._forget_ended(outcome.left)
         if recorder is not None:
             recorder.flush(idle=not self._requests)
         if self.config.debug:
@@ -282,9 +282,9 @@ class Engine:
             num_evicted=kv_cache.num_evicted - num_evicted,
             blocks_in_use=in_use,
             block_table_entries=entries * len(plan.copies),
-            kv=usage,
+            kv=outcome.usage,
         )
-        return advanced
+        return list(dict.fromkeys(outcome.advanced + outcome.left)) if outcome.left else outcome.advanced
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request has not ended."""
@@ -393,7 +393,7 @@ class Engine:
 
     def _forget_ended(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.is_finished and all(sample.is_finished for sample in request.samples):
+            if all(sample.is_finished for sample in request.samples):
                 self._requests.pop(request.request_id, None)
 
 

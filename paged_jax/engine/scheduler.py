@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import NamedTuple
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.beam_search import BeamSearch
@@ -21,6 +22,17 @@ class Policies:
     victims: VictimPolicy
     preemption: PreemptionPolicy
     batching: BatchingPolicy
+
+
+class Outcome(NamedTuple):
+    """What a step's result has changed."""
+
+    advanced: list[Request]
+    """Requests that gained a token; those that ended with it are among them."""
+    left: list[Request]
+    """Requests that are finished now."""
+    usage: KVUsage
+    """Before those gave their blocks back."""
 
 
 @dataclass(slots=True)
@@ -66,7 +78,8 @@ class Scheduler:
         self._swap_outs: list[Swap] = []  # not yet in a plan that was run
         self._reforked: list[Request] = []  # beams whose slot has another content than the device knows
         self._parked: list[Request] = []  # beams that gave way after their offer, until their search goes on
-        self._left: list[Request] = []  # ended rows that have left since the last update
+        self._leaders: dict[Request, None] = {}  # running, with samples that begin when the prompt is computed
+        self._left: list[Request] = []  # finished by themselves, and not yet told
         self._ended_in_flight = False  # somebody ended between the launch of a step and its result
         self._now = 0.0
 
@@ -100,11 +113,8 @@ class Scheduler:
             self._preempt_in(draft, max(self.running, key=lambda request: request.number))
         return self._finished_plan(draft)
 
-    def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> tuple[list[Request], KVUsage]:
-        """Book a step's tokens, offer full blocks to the prefix cache, and end requests that are done.
-
-        Returns the requests that gained a token or left, and the KV usage before those gave their blocks back.
-        """
+    def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> Outcome:
+        """Book a step's tokens, offer full blocks to the prefix cache, and end requests that are done."""
         kv_cache, chunks, forks = self.kv_cache, plan.chunks, plan.forks
         rows = [*plan.decodes, *(part.request for part in chunks), *(fork.child for fork in forks)]
         token_ids, logprobs, decodes = result.token_ids, result.logprobs, plan.decodes
@@ -129,6 +139,7 @@ class Scheduler:
         searches: dict[BeamSearch, None] = {}
         if logprobs is not None:
             rows, token_ids = self._book_logprobs(rows, token_ids, logprobs, searches)
+        ended: list[Request] = []
         advanced = [request for request, tokens in zip(rows, token_ids, strict=True) if tokens]
         for request, tokens in zip(rows, token_ids, strict=True):
             for token in tokens:
@@ -141,22 +152,22 @@ class Scheduler:
                 ):
                     self._check_stop(request, token)
                     if request.finish_reason is not None:
+                        ended.append(request)
                         break
         for search in searches:
             if search.is_ready:
                 advanced += self._advance_search(search, now)
+                ended += search.beams if search.is_finished else ()
         usage = kv_cache.usage()
-        for request in advanced:
-            if request.finish_reason is not None and not request.is_finished:
+        for request in ended:
+            if not request.is_finished:
                 self._end(request, now)
         if self.ended_rows and not self.running:
             self._let_ended_rows_leave(now)
-        if self._left:
-            advanced = list(dict.fromkeys(advanced + self.take_left()))
-        return advanced, usage
+        return Outcome(advanced, self.take_left(), usage)
 
     def take_left(self) -> list[Request]:
-        """Ended rows that have left their batch since they were asked for last."""
+        """Requests that have finished since they were asked for last, but for those that `finish` was called for."""
         left, self._left = self._left, []
         return left
 
@@ -268,6 +279,8 @@ class Scheduler:
             owner.slot = self._free_slots.pop()
             draft.admitted.append(owner)
         self.running.append(request)
+        if request.pending_samples:
+            self._leaders[request] = None
         self._policies.batching.joined(request)
         self._plan(request, count, draft)
         return True
@@ -363,6 +376,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Give back the slot, and the blocks that are still there."""
+        self._leaders.pop(request, None)
         if request.block_tables:
             self.kv_cache.free(request)
         if request.slot is not None:
@@ -370,29 +384,34 @@ class Scheduler:
             request.slot = None
 
     def _finished_plan(self, draft: _Draft) -> SchedulerOutput:
-        idle = tuple(self.ended_rows)
-        if not draft.decodes and not draft.chunks:
+        decodes, chunks, idle = draft.decodes, draft.chunks, tuple(self.ended_rows)
+        if not decodes and not chunks:
             # a plan of nothing is not run: what was given up and swapped out waits for the next one
             return SchedulerOutput(preempted=tuple(draft.preempted))
-        parts = (*draft.decodes, *(part.request for part in draft.chunks if part.samples))
-        forks = [
-            Fork(r, child) for r in parts if r.pending_samples and not r.beam_search for child in r.pending_samples
-        ]
-        reforked = [r for r in self._reforked if r in parts and r not in draft.admitted]
-        self._reforked = [r for r in self._reforked if r not in parts and r.slot is not None]
+        forks: list[Fork] = []
+        if self._leaders or self._reforked:
+            parts = {*decodes, *(part.request for part in chunks if part.samples)}
+            forks = [
+                Fork(leader, child)
+                for leader in self._leaders
+                if leader in parts and leader.beam_search is None
+                for child in leader.pending_samples
+            ]
+            draft.admitted += [r for r in self._reforked if r in parts and r not in draft.admitted]
+            self._reforked = [r for r in self._reforked if r not in parts and r.slot is not None]
         swap_outs, self._swap_outs = self._swap_outs, []
         return SchedulerOutput(
-            decodes=draft.decodes,
-            chunks=draft.chunks,
+            decodes=decodes,
+            chunks=chunks,
             forks=forks,
             idle=idle,
-            admitted=(*draft.admitted, *reforked),
+            admitted=draft.admitted,
             preempted=draft.preempted,
             swap_outs=swap_outs,
             copies=self.kv_cache.take_copies(),
             swap_ins=draft.swap_ins,
             emptied_blocks=self.kv_cache.take_emptied(),
-            num_tokens=len(draft.decodes) + len(idle) + sum(part.num_tokens for part in draft.chunks),
+            num_tokens=len(decodes) + len(idle) + sum([part.num_tokens for part in chunks]),
         )
 
     def _book_logprobs(
@@ -434,6 +453,8 @@ class Scheduler:
         """A sample of a prompt that has been computed: it shares the blocks, and runs on its own from here."""
         leader = child.samples[0]
         leader.pending_samples = tuple(r for r in leader.pending_samples if r is not child)
+        if not leader.pending_samples:
+            self._leaders.pop(leader, None)
         child.metrics.first_scheduled_time = parent.metrics.first_scheduled_time
         child.metrics.num_cached_tokens = parent.metrics.num_cached_tokens
         child.status = RequestStatus.RUNNING
@@ -502,23 +523,18 @@ class Scheduler:
             self._wait_for_recomputation(beam, now)
 
     def _end(self, request: Request, now: float) -> None:
-        """A running request has ended; in a static batch its row stays."""
-        if request.status is not RequestStatus.RUNNING:
-            self.finish(request, request.finish_reason, now)
-        elif self._policies.batching.keeps_rows:
+        """A request has ended by itself; in a static batch its row stays."""
+        if request.status is RequestStatus.RUNNING and self._policies.batching.keeps_rows:
             self.running.remove(request)
             self.ended_rows.append(request)
         else:
-            self.running.remove(request)
-            self._release(request)
-            self._close(request, request.finish_reason, now)
+            self.finish(request, request.finish_reason, now)
+            self._left.append(request)
 
     def _let_ended_rows_leave(self, now: float) -> None:
-        for request in self.ended_rows:
-            self._release(request)
-            self._close(request, request.finish_reason, now)
-        self._left += self.ended_rows
-        self.ended_rows = []
+        for request in tuple(self.ended_rows):
+            self.finish(request, request.finish_reason, now)
+            self._left.append(request)
 
     def _close(self, request: Request, reason: str, now: float) -> None:
         request.status = RequestStatus.FINISHED

@@ -1,12 +1,11 @@
 """What one step did and what the KV cache held after its plan was made: the raw material of every figure."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paged_jax.kv_cache.usage import KVUsage
 
 
-@dataclass(frozen=True)
-class StepStats:
+class StepStats(NamedTuple):
     """One engine step."""
 
     start_time: float

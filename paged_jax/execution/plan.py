@@ -1,7 +1,6 @@
 """What passes between the scheduler and an executor: the plan of a step, and its result."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from paged_jax.kv_cache.block_table import BlockTable
@@ -67,8 +66,7 @@ class Swap(NamedTuple):
     host_blocks: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """The plan of one step. Block tables, one per cache group, are those of the requests, already extended.
 
     On the device: blocks swapped out are read first; then copies are made, all sources read before any target is
@@ -112,8 +110,7 @@ class TokenLogprobs(NamedTuple):
     """(token id, log-probability) of the most likely tokens, in that order, as many as the request wants."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the device answers, in the order decodes, chunks, forks."""
 
     token_ids: Sequence[tuple[int, ...]]

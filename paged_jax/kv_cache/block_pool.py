@@ -45,12 +45,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; the caller has checked `num_available`."""
-        if count > self.num_available:
+        free = self._free
+        if count > len(free) and count > self.num_available:
             raise RuntimeError(f"{count} blocks wanted, {self.num_available} available: the caller must check first")
-        keep = max(0, len(self._free) - count)
-        blocks = self._free[keep:]
+        keep = max(0, len(free) - count)
+        blocks = free[keep:]
         blocks.reverse()
-        del self._free[keep:]
+        del free[keep:]
         while len(blocks) < count:
             block = self._cache.evict()
             self._on_evict(block)

@@ -157,14 +157,16 @@ class KVCacheManager:
 
         Blocks that left the window go first. The block that is written next is copied if others use it, too.
         """
-        size, computed = self.block_size, request.num_computed_tokens
-        self._drop_unseen(request)
-        tables = request.block_tables
-        tail, length = computed // size, len(tables[0])
+        size, computed, tables = self.block_size, request.num_computed_tokens, request.block_tables
+        if self._windowed:
+            self._drop_unseen(request)
+        block_ids = tables[0].block_ids
+        tail, length = computed // size, len(block_ids)
         grow = max(0, self._blocks_for(computed + num_new_tokens) - length)
-        copies = tail < length and self.pools[0].ref_count(tables[0].block_ids[tail]) > 1
-        if any(grow + copies > pool.num_available for pool in self.pools):
-            return False
+        copies = tail < length and self.pools[0].ref_count(block_ids[tail]) > 1
+        for pool in self.pools:
+            if grow + copies > pool.num_available:
+                return False
         if copies:
             self._num_unfilled_twice -= length * size - computed
             for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
@@ -188,13 +190,14 @@ class KVCacheManager:
 
     def publish(self, request: CacheUser) -> None:
         """Offer the request's full blocks to the prefix cache: their tokens are computed now."""
-        full = request.num_computed_tokens // self.block_size
+        size = self.block_size
+        full = request.num_computed_tokens // size
         for cache, table in zip(self.caches, request.block_tables, strict=True):
             for index in range(table.num_published, full):
                 if table.block_ids[index]:
                     cache.insert(request, table, index)
             table.num_published = full
-        request.next_publish = (full + 1) * self.block_size
+        request.next_publish = full * size + size
 
     def fork(self, parent: CacheUser, child: CacheUser) -> bool:
         """Let a request without blocks share all of its parent's; False, and nothing taken, if that is impossible."""

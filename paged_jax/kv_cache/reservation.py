@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from paged_jax.kv_cache.block_table import BlockTable
 from paged_jax.kv_cache.buddy import BuddyPool

@@ -1,10 +1,9 @@
 """What the token slots of the KV cache hold."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class KVUsage:
+class KVUsage(NamedTuple):
     """Token slots of the KV cache by what they hold; the parts sum to num_blocks * block_size.
 
     Where layers form several cache groups, the slots of each count once for each of its layers, divided by the greatest

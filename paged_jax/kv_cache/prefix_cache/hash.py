@@ -84,8 +84,10 @@ class HashPrefixCache(PrefixCache):
 
     def insert(self, user: PrefixUser, table: BlockTable, index: int) -> bool:
         """Keep the block unless another one holds the same."""
-        content = block_contents(user, index + 1, self.block_size)[index]
-        block = table.block_ids[index]
+        contents = user.block_contents
+        if index >= len(contents):
+            contents = block_contents(user, index + 1, self.block_size)
+        content, block = contents[index], table.block_ids[index]
         if self._blocks.setdefault(content, block) != block:
             return False
         if block not in self._contents:
