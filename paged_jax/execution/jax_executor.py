@@ -18,7 +18,6 @@ from paged_jax.execution.programs import Programs
 from paged_jax.execution.step import Model, engine_step, group_page_shape
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.attention import AttentionOptions
-from paged_jax.models.decoder import Pages
 from paged_jax.sampling.logprobs import Logprobs
 from paged_jax.sampling.state import init_sampling_state
 from pallas_kernels.kv_pages import allocate_pages
@@ -118,18 +117,17 @@ class JaxExecutor:
         self._steps = Programs(self._lower)
         if attention_implementation is not None:
             self._check_attention([jax.ShapeDtypeStruct((rows, *page), kv_dtype) for rows, page in page_shapes])
-        self._pages: Pages = tuple(allocate_pages(rows, page, kv_dtype) for rows, page in page_shapes)
+        self._pages = [allocate_pages(rows, page, kv_dtype) for rows, page in page_shapes]
         self._moves = PageMoves(
             self._pages,
             blocks_per_layer=1 + num_blocks,
-            num_swap_blocks=num_swap_blocks,
-            max_copies=max_num_seqs,
+            usual_blocks=max(max_num_seqs, num_swap_blocks),  # most requests copy one block at a time
             debug=debug,
         )
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         """Start the step; the arrays it is made of are on their way when this returns."""
-        self._pages = self._moves.run(self._pages, plan)
+        self._moves.run(self._pages, plan)
         requests = [*plan.decodes, *(part.request for part in plan.chunks), *(fork.child for fork in plan.forks)]
         num_seqs = len(plan.decodes) + len(plan.idle) + len(plan.chunks)
         # forked requests sample, and are admitted, without tokens of their own
@@ -207,12 +205,13 @@ class JaxExecutor:
 
     def _run(self, bucket: Bucket, batch: Batch) -> tuple[jax.Array, Logprobs | None]:
         step = self._steps[bucket]
-        self._pages, self._sampling, tokens, logprobs = step(self._weights, self._pages, self._sampling, batch)
+        pages, self._sampling, tokens, logprobs = step(self._weights, tuple(self._pages), self._sampling, batch)
+        self._pages = list(pages)
         return tokens, logprobs
 
     def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
         step = jax.jit(self._step, donate_argnums=(1, 2))
-        return step.lower(self._weights, self._pages, self._sampling, self._builder.empty(bucket))
+        return step.lower(self._weights, tuple(self._pages), self._sampling, self._builder.empty(bucket))
 
     def _check_attention(self, pages: Sequence[jax.ShapeDtypeStruct]) -> None:
         """Raise ValueError if the attention that was asked for cannot serve this model's shapes here."""

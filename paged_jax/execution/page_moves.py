@@ -11,14 +11,13 @@ from jaxtyping import Array, Int, Shaped
 
 from paged_jax.execution.plan import SchedulerOutput, Swap
 from paged_jax.execution.programs import Programs
-from paged_jax.models.decoder import Pages
-from pallas_kernels.kv_pages import copy_pages, gather_pages, scatter_pages
+from pallas_kernels.kv_pages import gather_pages, scatter_pages
 
 MAX_PIECE = 64
-"""Blocks that one program moves at most. Swaps are cut into powers of four up to it, so that a few programs move any
-number of blocks and nothing is padded, on the device or on the host."""
+"""Blocks that one program moves at most. What is moved is cut into powers of four up to it, so that a few programs move
+any number of blocks and nothing is padded, on the device or on the host."""
 
-type Kind = Literal["gather", "scatter", "copy", "poison"]
+type Kind = Literal["gather", "scatter", "poison"]
 
 
 class Move(NamedTuple):
@@ -35,55 +34,51 @@ class PageMoves:
     Pages are donated to all programs that write to them.
     """
 
-    def __init__(
-        self, pages: Pages, *, blocks_per_layer: int, num_swap_blocks: int, max_copies: int, debug: bool
-    ) -> None:
-        """`max_copies`: blocks of a group that one plan copies at most; `debug` poisons emptied blocks."""
+    def __init__(self, pages: Sequence[jax.Array], *, blocks_per_layer: int, usual_blocks: int, debug: bool) -> None:
+        """`usual_blocks`: more are moved in several pieces, however many they are; `debug` poisons emptied blocks."""
         self._shapes = [jax.ShapeDtypeStruct(group.shape, group.dtype) for group in pages]
         self._device = [group.sharding for group in pages]
         self._host = [group.sharding.with_memory_kind(_host_memory(group)) for group in pages]
         self._swapped: list[dict[tuple[int, ...], list[jax.Array]]] = [{} for _ in pages]
         self._blocks_per_layer = blocks_per_layer
-        self._num_swap_blocks = num_swap_blocks
-        self._max_copies = max_copies
+        self._sizes = [4**i for i in range(8) if 4**i <= min(usual_blocks, MAX_PIECE)]
         self._debug = debug
         self.programs = Programs(self._lower)
 
     def compile(self) -> None:
         """Compile every program that a plan may need."""
-        kinds: list[tuple[Kind, int]] = [("copy", self._max_copies)]
-        if self._debug:
-            kinds.append(("poison", MAX_PIECE))
-        size = 1
-        while size <= min(MAX_PIECE, self._num_swap_blocks):
-            kinds += [("gather", size), ("scatter", size)]
-            size *= 4
-        self.programs.compile(Move(kind, group, size) for group in range(len(self._shapes)) for kind, size in kinds)
+        moves: list[Move] = []
+        for group in range(len(self._shapes)):
+            moves += [Move("gather", group, size) for size in self._sizes]
+            moves += [Move("scatter", group, size) for size in self._sizes]
+            moves += [Move("poison", group, MAX_PIECE)] if self._debug else []
+        self.programs.compile(moves)
 
-    def run(self, pages: Pages, plan: SchedulerOutput) -> Pages:
-        """Do what the plan wants done before its step, in the plan's order."""
-        moved = list(pages)
+    def run(self, pages: list[jax.Array], plan: SchedulerOutput) -> None:
+        """Do what the plan wants done before its step, in the plan's order, to the pages in place.
+
+        Interrupted, it leaves pages that are valid arrays, of which nobody knows how far they came.
+        """
         # taken first: this plan's swaps to the host may reuse the blocks that its swaps from there give up
         swapped_in = [self._take(swap) for swap in plan.swap_ins]
         for swap in plan.swap_outs:
-            self._swap_out(moved, swap)
+            self._swap_out(pages, swap)
         for group, copies in enumerate(plan.copies):
             if copies:
-                moved[group] = self._copy(moved[group], group, copies)
+                sources, targets = zip(*copies, strict=True)
+                self._scatter(pages, group, targets, self._gather(pages, group, sources))
         if self._debug:
             for group, emptied in enumerate(plan.emptied_blocks):
                 targets = {target for _, target in plan.copies[group]} if plan.copies else set()
-                moved[group] = self._poison(moved[group], group, [b for b in emptied if b not in targets])
+                self._poison(pages, group, [b for b in emptied if b not in targets])
         for swap, pieces in zip(plan.swap_ins, swapped_in, strict=True):
-            self._swap_in(moved, swap, pieces)
-        return tuple(moved)
+            for group, blocks in enumerate(swap.device_blocks):
+                here = [jax.device_put(piece, self._device[group]) for piece in pieces[group]]
+                self._scatter(pages, group, blocks, here)
 
     def _swap_out(self, pages: Sequence[jax.Array], swap: Swap) -> None:
         for group, (blocks, host_blocks) in enumerate(zip(swap.device_blocks, swap.host_blocks, strict=True)):
-            pieces = [
-                jax.device_put(self._program("gather", group, ids)(pages[group], ids), self._host[group])
-                for ids in _pieces(blocks)
-            ]
+            pieces = [jax.device_put(piece, self._host[group]) for piece in self._gather(pages, group, blocks)]
             # whoever held some of these host blocks has been given up
             reused, held = set(host_blocks), self._swapped[group]
             self._swapped[group] = {ids: theirs for ids, theirs in held.items() if reused.isdisjoint(ids)}
@@ -94,25 +89,30 @@ class PageMoves:
         """The pieces of a swapped request, per cache group; the host holds them no longer."""
         return [self._swapped[group].pop(ids) if ids else [] for group, ids in enumerate(swap.host_blocks)]
 
-    def _swap_in(self, pages: list[jax.Array], swap: Swap, pieces: Sequence[Sequence[jax.Array]]) -> None:
-        for group, blocks in enumerate(swap.device_blocks):
-            for ids, piece in zip(_pieces(blocks), pieces[group], strict=True):
-                program = self._program("scatter", group, ids)
-                pages[group] = program(pages[group], ids, jax.device_put(piece, self._device[group]))
+    def _gather(self, pages: Sequence[jax.Array], group: int, blocks: Sequence[int]) -> list[jax.Array]:
+        """Read blocks of all layers, in pieces."""
+        return [self._program("gather", group, ids)(pages[group], ids) for ids in self._cut(blocks)]
 
-    def _copy(self, pages: jax.Array, group: int, copies: Sequence[tuple[int, int]]) -> jax.Array:
-        padded = np.zeros((2, self._max_copies), np.int32)  # padding copies the null block to itself
-        padded[:, : len(copies)] = np.transpose(copies)
-        return self._program("copy", group, padded[0])(pages, *padded)
+    def _scatter(self, pages: list[jax.Array], group: int, blocks: Sequence[int], pieces: Sequence[jax.Array]) -> None:
+        """Write what `_gather` read of as many blocks."""
+        for ids, piece in zip(self._cut(blocks), pieces, strict=True):
+            pages[group] = self._program("scatter", group, ids)(pages[group], ids, piece)
 
-    def _poison(self, pages: jax.Array, group: int, blocks: Sequence[int]) -> jax.Array:
+    def _poison(self, pages: list[jax.Array], group: int, blocks: Sequence[int]) -> None:
         """Fill blocks that hold nothing with NaN, so that a read of one cannot go unseen."""
         for first in range(0, len(blocks), MAX_PIECE):
             padded = np.zeros(MAX_PIECE, np.int32)  # the null block may be poisoned too: nobody reads it
             piece = blocks[first : first + MAX_PIECE]
             padded[: len(piece)] = piece
-            pages = self._program("poison", group, padded)(pages, padded)
-        return pages
+            pages[group] = self._program("poison", group, padded)(pages[group], padded)
+
+    def _cut(self, blocks: Sequence[int]) -> Iterator[np.ndarray]:
+        """The block ids in pieces, the largest first: the same cut for the same number of blocks."""
+        start = 0
+        while start < len(blocks):
+            size = max(size for size in self._sizes if size <= len(blocks) - start)
+            yield np.asarray(blocks[start : start + size], np.int32)
+            start += size
 
     def _program(self, kind: Kind, group: int, ids: np.ndarray) -> jax.stages.Compiled:
         return self.programs[Move(kind, group, len(ids))]
@@ -122,8 +122,6 @@ class PageMoves:
         ids = jax.ShapeDtypeStruct((move.num_blocks,), jnp.int32)
         if move.kind == "gather":
             return jax.jit(partial(gather_pages, blocks_per_layer=layers)).lower(pages, ids)
-        if move.kind == "copy":
-            return jax.jit(partial(copy_pages, blocks_per_layer=layers), donate_argnums=0).lower(pages, ids, ids)
         if move.kind == "poison":
             return jax.jit(partial(_poison, blocks_per_layer=layers), donate_argnums=0).lower(pages, ids)
         blocks = jax.ShapeDtypeStruct((pages.shape[0] // layers, *ids.shape, *pages.shape[1:]), pages.dtype)
@@ -136,15 +134,6 @@ def _poison(
     layers = pages.shape[0] // blocks_per_layer
     blocks = jnp.full((layers, block_ids.shape[0], *pages.shape[1:]), jnp.nan, pages.dtype)
     return scatter_pages(pages, block_ids, blocks, blocks_per_layer=blocks_per_layer)
-
-
-def _pieces(blocks: Sequence[int]) -> Iterator[np.ndarray]:
-    """The block ids cut into powers of four up to MAX_PIECE: the same cut for the same number of blocks."""
-    start = 0
-    while start < len(blocks):
-        size = min(MAX_PIECE, 4 ** (((len(blocks) - start).bit_length() - 1) // 2))
-        yield np.asarray(blocks[start : start + size], np.int32)
-        start += size
 
 
 def _host_memory(pages: jax.Array) -> str:
