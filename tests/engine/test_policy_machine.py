@@ -3,7 +3,6 @@
 Whatever happens around a request, it answers what it answers alone; whatever happened, nothing is left behind.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,11 +12,9 @@ from host_executor import check_accounting, host_engine
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_grid import Row, cache_groups, covering_array, engine_fields, row_name
-from requests_alone import Expectation, Params, add_request
+from watcher import Watcher
 
 from paged_jax.engine.engine import Engine
-from paged_jax.engine.policies.aged_queue import AgedQueue
-from paged_jax.engine.request import Request
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 
@@ -55,109 +52,6 @@ def make_engine(row: Row, pool_tokens: int, max_num_seqs: int, budget: int, **fi
             if "num_blocks" not in str(error) and "more memory" not in str(error):
                 raise
             num_blocks += 1
-
-
-class Watcher:
-    """Steps an engine and checks what must hold at each step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.live: list[Expectation] = []
-        self.ended: list[Expectation] = []
-
-    def add(self, prompt: Sequence[int], params: Params, **fields: object) -> None:
-        number = len(self.live) + len(self.ended)
-        self.live.append(add_request(self.engine, str(number), prompt, params, **fields))
-
-    def step(self, on_submit: Callable[[SchedulerOutput], None] | None = None) -> None:
-        """One step; `on_submit` is called between its launch and its result, and may interrupt it."""
-        engine = self.engine
-        engine.executor.on_submit = on_submit
-        plans = len(engine.executor.plans)
-        now = engine.clock.now()
-        waiting = list(engine.scheduler.waiting)
-        try:
-            advanced = engine.step()
-        except KeyboardInterrupt:
-            assert on_submit is not None
-            advanced = []
-        engine.executor.loses_plan = False
-        for plan in engine.executor.plans[plans:]:
-            self._check_admissions(plan, waiting, now)
-        assert len(set(advanced)) == len(advanced), "a request is reported twice"
-        self._check_ended([request for request in advanced if request.is_finished])
-        check_accounting(engine)
-
-    def abort(self, expectation: Expectation) -> None:
-        """End a request from outside."""
-        ended = [r for r in expectation.leader.samples if r.is_finished]
-        self.engine.abort(expectation.leader.request_id)
-        for request in expectation.leader.samples:
-            if request not in ended:
-                assert request.finish_reason == "abort"
-        self._check_ended([r for r in expectation.leader.samples if r not in ended])
-
-    def _check_ended(self, requests: Sequence[Request]) -> None:
-        for expectation in tuple(self.live):
-            for request in requests:
-                if request in expectation.leader.samples:
-                    expectation.check_ended(request)
-            if len(expectation.delivered) == len(expectation.leader.samples):
-                self.live.remove(expectation)
-                self.ended.append(expectation)
-        for expectation in [*self.live, *self.ended]:
-            expectation.check_unchanged()
-
-    def _check_admissions(self, plan: SchedulerOutput, waiting: Sequence[Request], now: float) -> None:
-        """Nobody that arrived later is admitted while one waits that has aged."""
-        queue = self.engine.scheduler.waiting
-        if not isinstance(queue, AgedQueue) or queue._aging_s is None:
-            return
-        passed_over = [
-            r
-            for r in waiting
-            if r not in plan.admitted and not r.is_finished and now - r.metrics.arrival_time >= queue._aging_s
-        ]
-        for request in set(waiting) & set(plan.admitted):
-            for other in passed_over:
-                assert request.number < other.number, f"{request.number} overtakes {other.number}, which has aged"
-
-    @property
-    def max_steps(self) -> int:
-        """Steps within which all live requests end if no other comes.
-
-        A step computes at least one token. A request is preempted at most `max_preemptions` times before it is spared,
-        and spared ones give way only to older ones of them, so each computes all its tokens at most once for each of
-        these times, for each older request, and once more.
-        """
-        samples = [r for expectation in self.live for r in expectation.leader.samples]
-        times = self.engine.config.max_preemptions + len(samples) + 1
-        return times * sum(expectation.max_steps for expectation in self.live)
-
-    def drain(self) -> None:
-        """All requests end within `max_steps`, and nothing is left behind."""
-        for _ in range(self.max_steps):
-            if not self.live:
-                break
-            self.step()
-        assert not self.live, "requests have not ended"
-        engine = self.engine
-        kv_cache, scheduler = engine.scheduler.kv_cache, engine.scheduler
-        assert not engine._requests
-        assert not engine.has_unfinished_requests()
-        assert not scheduler.running
-        assert not scheduler.ended_rows
-        assert not scheduler.waiting
-        assert len(scheduler._free_slots) == engine.config.max_num_seqs
-        assert all(pool.num_in_use == 0 for pool in kv_cache.pools)
-        engine.reset_prefix_cache()
-        assert all(pool.num_free == engine.num_blocks for pool in kv_cache.pools)
-        check_accounting(engine)
-        # what the last step gave up on the host comes back with the next plan
-        freed = [len(blocks) for blocks in kv_cache._host_freed]
-        assert [p.num_free + f for p, f in zip(kv_cache.host_pools, freed, strict=True)] == [
-            pool.num_blocks for pool in kv_cache.host_pools
-        ]
 
 
 class PolicyMachine(RuleBasedStateMachine):
