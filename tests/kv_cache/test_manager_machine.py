@@ -1,6 +1,7 @@
 """The manager under random plans, against a device whose every slot is watched."""
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import hypothesis.strategies as st
 from cache_users import FULL, User, lacking, make, parts, windowed
@@ -38,11 +39,12 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         groups=st.sampled_from(sorted(GROUPS)),
         caching=st.sampled_from(["hash", "hash", "radix", "none"]),
-        size=st.integers(1, 4),
-        num_blocks=st.integers(6, 14),
-        num_swap_blocks=st.sampled_from([0, 3, 9]),
+        size=st.sampled_from([1, 2, 3, 3, 4]),
+        num_blocks=st.integers(5, 16),
+        num_swap_blocks=st.sampled_from([4, 12]),
         watermark=st.sampled_from([0.0, 0.2]),
         max_step_tokens=st.sampled_from([3, 100]),
+        arrivals=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20), st.integers(1, 9)), min_size=3, max_size=8),
     )
     def build(
         self,
@@ -53,6 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
         num_swap_blocks: int,
         watermark: float,
         max_step_tokens: int,
+        arrivals: list[tuple[int, int, int]],
     ) -> None:
         sees_all = all(group.sliding_window is None for group in GROUPS[groups])
         kinds = {"hash": HashPrefixCache, "radix": RadixPrefixCache if sees_all else HashPrefixCache}
@@ -73,8 +76,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waiting: list[User] = []
         self.swapped: list[User] = []
         self.num_tokens = 0
+        self.arrivals = cycle(arrivals)
         self.begin_plan()
         self.updating = False
+        self.arrive()
 
     def begin_plan(self) -> None:
         self.scheduled: dict[User, int] = {}
@@ -97,25 +102,20 @@ class ManagerMachine(RuleBasedStateMachine):
         self.num_tokens += 1
         return 1000 + self.num_tokens
 
-    @rule(
-        stem=st.integers(0, 2),
-        shared=st.integers(0, 20),
-        own=st.integers(1, 8),
-        of=st.one_of(st.none(), st.integers(0, 99)),
-    )
-    def arrive(self, stem: int, shared: int, own: int, of: int | None) -> None:
-        """A new prompt begins as an earlier one does, which may be there still, or as one of three."""
-        known = [*self.holders, *self.swapped, *self.waiting]
-        begin = (
-            list(range(100 * stem, 100 * stem + 20)) if of is None or not known else known[of % len(known)].token_ids
-        )
-        prompt = [*begin[:shared], *(self.new_token() for _ in range(own))]
-        self.waiting.append(User(prompt[: self.manager.max_request_len - 1]))
+    def arrive(self) -> None:
+        """Two wait at least. Prompts begin in one of two ways, or as a request that runs."""
+        while len(self.waiting) < 2:
+            stem, shared, own = next(self.arrivals)
+            begin = list(range(100 * stem, 100 * stem + 20))
+            if shared % 3 == 0 and self.holders:
+                begin = self.holders[0].token_ids
+            prompt = [*begin[:shared], *(self.new_token() for _ in range(own))]
+            self.waiting.append(User(prompt[: self.manager.max_request_len]))
 
-    @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 99), chunk=st.integers(1, 30))
     def admit(self, which: int, chunk: int) -> None:
         self.updating = False
+        self.arrive()
         user = self.waiting[which % len(self.waiting)]
         before = self.snapshot()
         cached = self.manager.num_cached_tokens(user)
@@ -147,21 +147,35 @@ class ManagerMachine(RuleBasedStateMachine):
         """A request gets room for its next tokens; one that decodes may pause nevertheless."""
         self.updating = False
         user = self.holders[which % len(self.holders)]
+        if self.make_room(user, chunk) and not (pauses and lacking(user) == 1):
+            self.plan(user, min(chunk, self.manager.max_chunk, lacking(user)))
+
+    @rule(chunk=st.integers(1, 30), admitted=st.integers(0, 2))
+    def whole_step(self, chunk: int, admitted: int) -> None:
+        """Everybody computes something; some are admitted."""
+        self.updating = False
+        for user in self.holders:
+            if self.make_room(user, chunk):
+                self.plan(user, min(chunk, self.manager.max_chunk, lacking(user)))
+        for number in range(admitted):
+            self.admit(number, chunk)
+        self.step()
+
+    def make_room(self, user: User, chunk: int) -> bool:
         count = min(chunk, self.manager.max_chunk, lacking(user))
         if not count or user in self.scheduled:
-            return
+            return False
         if count == 1 and user.num_computed_tokens < user.num_writable_tokens:
-            self.plan(user, 1)  # the scheduler does not ask
-            return
+            return True  # the scheduler does not ask
         before, tables = parts(self.manager), [len(table) for table in user.tables]
         copies = [dict(copies) for copies in self.manager._copies]
-        if not self.manager.extend(user, count):
-            assert parts(self.manager)[1] == before[1]  # blocks out of the window may go
-            assert [len(table) for table in user.tables] == tables
-            assert copies == [dict(copies) for copies in self.manager._copies]
-            assert len(self.holders) > 1, "a request alone has no room"
-        elif not (pauses and lacking(user) == 1):
-            self.plan(user, count)
+        if self.manager.extend(user, count):
+            return True
+        assert parts(self.manager)[1] == before[1]  # blocks out of the window may go
+        assert [len(table) for table in user.tables] == tables
+        assert copies == [dict(copies) for copies in self.manager._copies]
+        assert len(self.holders) > 1, "a request alone has no room"
+        return False
 
     @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 99))
@@ -184,7 +198,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.holders.remove(user)
             self.manager.free(user)
 
-    @precondition(lambda self: self.holders and self.manager.spec.num_swap_blocks)
+    @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 99))
     def swap_out(self, which: int) -> None:
         self.updating = False
@@ -238,6 +252,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.swapped.remove(user)
         self.waiting.append(user)
 
+    @precondition(lambda self: sum(pool.num_cached for pool in self.manager.pools) > 2)
     @rule()
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
@@ -245,7 +260,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert (pool.num_cached, len(cache)) == (0, 0)
 
     @precondition(lambda self: self.updating and self.holders)
-    @rule(which=st.integers(0, 99), count=st.integers(1, 3))
+    @rule(which=st.integers(0, 99), count=st.integers(1, 2))
     def fork(self, which: int, count: int) -> None:
         """After a step, as samples and beams are: they share all that their parent has computed."""
         parent = self.holders[which % len(self.holders)]
@@ -257,6 +272,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert [pool.num_available for pool in self.manager.pools] == before
             self.holders.append(child)
 
+    @precondition(lambda self: self.scheduled)
     @rule()
     def step(self) -> None:
         """Run the plan in the device's order, book it, and append a token to those who lack none."""
@@ -355,5 +371,5 @@ class ManagerMachine(RuleBasedStateMachine):
         assert not any(self.manager.take_copies())
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+ManagerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 TestManagerMachine = ManagerMachine.TestCase
