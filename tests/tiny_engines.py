@@ -5,10 +5,13 @@ its own (queue, block pool, prefix cache) over one of them, and stale pages must
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from dense_reference import DenseReference
 from host_executor import VOCAB_SIZE, drain, host_engine, tokens_alone
@@ -17,7 +20,8 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine.clock import VirtualClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
-from paged_jax.execution.buckets import Bucket
+from paged_jax.execution.batch import NO_TOKEN
+from paged_jax.execution.buckets import MAX_BANNED_TOKENS, Bucket
 from paged_jax.execution.jax_executor import JaxExecutor, JaxStepHandle
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.kv_cache.group import CacheGroup
@@ -25,17 +29,63 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.weights import dummy_decoder
 from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.sampler import ban, sample
+from paged_jax.sampling.seeds import seed_words
+from paged_jax.sampling.state import SamplingState
 
-MAX_LEN = 64
+MAX_LEN = 80
 NUM_SLOTS = 6
 POOL_TOKENS = 128
-"""Token slots of a shared executor's pages; an engine may use fewer blocks."""
+"""Token slots of a shared executor's pages, or four blocks; an engine may use fewer blocks."""
+NUM_SWAP_BLOCKS = 200
+"""Blocks of its host memory; an engine may use fewer."""
+WINDOW = 8
 
 type MakeEngine = Callable[..., Engine]
+type Windows = Literal["full", "full+windowed", "windowed"]
+"""The kinds of the model's layers: one cache group for each."""
+
+_LAYER_TYPES: dict[Windows, tuple[str, ...]] = {
+    "full": ("full_attention",) * 2,
+    "full+windowed": ("sliding_attention", "full_attention"),
+    "windowed": ("sliding_attention",) * 2,
+}
 
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+_sample = jax.jit(lambda logits, rows, index, position, banned: sample(ban(logits, banned), rows, index, position))
+
+
+def sampled(
+    reference: DenseReference,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    sample_index: int = 0,
+    end_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """What one of a request's samples must be: the sampler on the dense reference's logits, without an engine."""
+    rows = SamplingState(
+        key_data=jnp.asarray([seed_words(params.seed or 0)], jnp.uint32),
+        temperature=jnp.float32([params.temperature]),
+        top_k=jnp.int32([params.top_k]),
+        top_p=jnp.float32([params.top_p]),
+        min_p=jnp.float32([params.min_p]),
+        last_token=jnp.int32([0]),
+    )
+    tokens = list(prompt)
+    for count in range(params.max_tokens):
+        banned = np.full((1, MAX_BANNED_TOKENS), NO_TOKEN, np.int32)
+        if count < params.min_tokens:
+            banned[0, : len(end_token_ids)] = end_token_ids
+        logits = jnp.asarray(reference.logits(tokens)[-1:], jnp.float32)
+        token = _sample(logits, rows, jnp.int32([sample_index]), jnp.int32([len(tokens)]), banned)
+        tokens.append(int(token[0]))
+        if tokens[-1] in end_token_ids:
+            break
+    return tokens[len(prompt) :]
 
 
 def run(engine: Engine, *requests: tuple[Sequence[int], SamplingParams]) -> list[Request]:
@@ -53,6 +103,8 @@ class PoolView:
     executor: JaxExecutor
     num_blocks: int
     num_swap_blocks: int = 0
+    on_submit: Callable[[SchedulerOutput], None] | None = None
+    """Called between a plan and its result."""
     plans: list[SchedulerOutput] = field(default_factory=list)
 
     @property
@@ -61,7 +113,13 @@ class PoolView:
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         self.plans.append(plan)
-        return self.executor.submit(plan)
+        handle = self.executor.submit(plan)
+        if self.on_submit is not None:
+            self.on_submit(plan)
+        return handle
+
+    def update_weights(self, model: Decoder) -> None:
+        self.executor.update_weights(model)
 
 
 @dataclass(frozen=True)
@@ -75,41 +133,54 @@ class Bench:
     """Lengths -> prompts that decide something."""
 
 
-@pytest.fixture(scope="session")
-def tiny_decoder() -> Decoder:
-    config = ModelConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=MAX_LEN,
-    )
-    return dummy_decoder(config, 0, jnp.dtype("float32"))
+CONFIG = ModelConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=MAX_LEN,
+)
+
+
+@cache
+def make_decoder(windows: Windows = "full", seed: int = 0) -> Decoder:
+    """A tiny model with random weights."""
+    config = replace(CONFIG, sliding_window=None if windows == "full" else WINDOW, layer_types=_LAYER_TYPES[windows])
+    return dummy_decoder(config, seed, jnp.dtype("float32"))
+
+
+@cache
+def make_reference(windows: Windows = "full", seed: int = 0) -> DenseReference:
+    return DenseReference(make_decoder(windows, seed))
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_decoder: Decoder) -> DenseReference:
-    return DenseReference(tiny_decoder)
+def reference() -> DenseReference:
+    return make_reference()
 
 
 @pytest.fixture(scope="session")
-def tiny_executor(tiny_decoder: Decoder) -> Callable[[int, bool], JaxExecutor]:
-    """(block size, debug) -> the session's executor. Several buckets for block size 4, one for the others."""
+def tiny_executor() -> Callable[..., JaxExecutor]:
+    """(block size, debug, windows) -> the session's executor.
+
+    It has several buckets for block size 4 and full layers without debugging, else one.
+    """
 
     @cache
-    def make(block_size: int, debug: bool) -> JaxExecutor:
-        sizes = (4, 16, MAX_LEN) if block_size == 4 and not debug else (MAX_LEN,)
+    def make(block_size: int, debug: bool = False, windows: Windows = "full") -> JaxExecutor:
+        sizes = (4, 16, MAX_LEN) if (block_size, debug, windows) == (4, False, "full") else (MAX_LEN,)
         return JaxExecutor(
-            tiny_decoder,
-            num_blocks=POOL_TOKENS // block_size,
+            make_decoder(windows),
+            num_blocks=max(4, POOL_TOKENS // block_size),
             block_size=block_size,
             max_request_len=MAX_LEN,
             max_num_seqs=NUM_SLOTS,
             buckets=tuple(Bucket(size, min(size, NUM_SLOTS)) for size in sizes),
             kv_dtype=jnp.dtype("float32"),
+            num_swap_blocks=NUM_SWAP_BLOCKS,
             debug=debug,
         )
 
@@ -117,20 +188,28 @@ def tiny_executor(tiny_decoder: Decoder) -> Callable[[int, bool], JaxExecutor]:
 
 
 @pytest.fixture(scope="session")
-def tiny_engine(tiny_executor: Callable[[int, bool], JaxExecutor]) -> MakeEngine:
+def tiny_engine(tiny_executor: Callable[..., JaxExecutor]) -> MakeEngine:
     """Makes engines over the tiny model; the arguments are those of `host_engine`."""
 
-    def make(*, num_blocks: int | None = None, max_model_len: int = MAX_LEN, **fields: object) -> Engine:
+    def make(
+        *,
+        num_blocks: int | None = None,
+        max_model_len: int = MAX_LEN,
+        eos_token_ids: Sequence[int] = (),
+        on_submit: Callable[[SchedulerOutput], None] | None = None,
+        windows: Windows = "full",
+        **fields: object,
+    ) -> Engine:
         config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": MAX_LEN, **fields})
-        executor = tiny_executor(config.block_size, config.debug)
+        executor = tiny_executor(config.block_size, config.debug, windows)
         return Engine(
             config,
-            PoolView(executor, num_blocks or executor.num_blocks),
+            PoolView(executor, num_blocks or executor.num_blocks, config.num_swap_blocks or 0, on_submit),
             clock=VirtualClock(),
             tokenizer=None,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
-            eos_token_ids=(),
+            eos_token_ids=eos_token_ids,
         )
 
     return make

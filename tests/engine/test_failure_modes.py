@@ -1,5 +1,7 @@
 """Other engines' outages, retold as tests. Names such as G01 are entries of the project's list of them."""
 
+from dataclasses import replace
+
 import pytest
 import tokenizers
 from host_executor import check_accounting, drain, host_engine
@@ -126,9 +128,14 @@ def _tokenizer(bos: bool) -> Tokenizer:
     return Tokenizer(backend)
 
 
+def _set_tokenizer(engine: Engine, bos: bool) -> None:
+    engine.tokenizer = _tokenizer(bos)
+    engine._door = replace(engine._door, tokenizer=engine.tokenizer)
+
+
 def test_g11_empty_prompts_are_refused_while_others_run(bench: Bench) -> None:
     engine = bench.engine()
-    engine.tokenizer = _tokenizer(bos=False)
+    _set_tokenizer(engine, bos=False)
     (prompt,) = bench.prompts([5])
     neighbour = engine.add_request("neighbour", prompt, greedy(8))
     engine.step()
@@ -136,7 +143,7 @@ def test_g11_empty_prompts_are_refused_while_others_run(bench: Bench) -> None:
         with pytest.raises(ValueError, match="the prompt is empty: give at least one token"):
             engine.add_request("empty", empty, greedy(4))
         engine.step()
-    engine.tokenizer = _tokenizer(bos=True)
+    _set_tokenizer(engine, bos=True)
     with_bos = engine.add_request("with-bos", "", greedy(4))
     assert with_bos.prompt_token_ids == (1,)
     drain(engine)
@@ -146,7 +153,7 @@ def test_g11_empty_prompts_are_refused_while_others_run(bench: Bench) -> None:
 
 def test_g11_batch_with_an_empty_prompt_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = host_engine()
-    engine.tokenizer = _tokenizer(bos=False)
+    _set_tokenizer(engine, bos=False)
     monkeypatch.setattr(paged_jax.llm, "build_engine", lambda model, config: engine)
     llm = paged_jax.llm.LLM("any")
     with pytest.raises(ValueError, match="prompt 0: the prompt is empty"):
@@ -202,8 +209,12 @@ def test_g22_bad_prompt_is_refused_beside_a_neighbour(bench: Bench, prompt: obje
         ),
         ({"stop": "x"}, "stop strings need a tokenizer"),
         ({"logit_bias": {97: 5}}, "SamplingParams has no field 'logit_bias'"),
-        ({"logprobs": 98}, "SamplingParams has no field 'logprobs'"),
-        ({"min_tokens": 3}, "SamplingParams has no field 'min_tokens'"),
+        ({"logprobs": 98}, r"logprobs \(98\) is more than max_logprobs \(20\) or the vocabulary \(97\)"),
+        ({"n": 5}, r"5 samples or beams of a prompt run at once, more than max_num_seqs \(4\)"),
+        (
+            {"min_tokens": 3, "stop_token_ids": range(17)},
+            "min_tokens works with at most 16 tokens that end a request, and this one has 17",
+        ),
         ({"presence_penalty": 1.5}, "SamplingParams has no field 'presence_penalty'"),
     ],
 )

@@ -100,7 +100,7 @@ def test_preemption(
 
 def test_bucket(
     tiny_engine: MakeEngine,
-    tiny_executor: Callable[[int, bool], JaxExecutor],
+    tiny_executor: Callable[..., JaxExecutor],
     cases: list[Case],
     expected: Callable[[int], list[int]],
 ) -> None:
