@@ -175,8 +175,7 @@ class Engine:
         now = self._read_clock()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
-        text, token_ids = self._door.tokenize(prompt)
-        self._door.check_prompt(token_ids)
+        text, token_ids = self._door.read_prompt(prompt)
         if expected_output_len is not None and expected_output_len < 1:
             raise ValueError(f"expected_output_len must be 1 or more, got {expected_output_len}")
         is_beams = isinstance(params, BeamSearchParams)
@@ -393,8 +392,10 @@ class Engine:
 
     def _forget_ended(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if all(sample.is_finished for sample in request.samples):
-                self._requests.pop(request.request_id, None)
+            # its id may be another's by now, if it was aborted before its end could be reported
+            is_known = self._requests.get(request.request_id) is request.samples[0]
+            if is_known and all(sample.is_finished for sample in request.samples):
+                del self._requests[request.request_id]
 
 
 def _num_moved(swaps: Sequence[Swap]) -> int:

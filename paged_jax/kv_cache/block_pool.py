@@ -12,7 +12,7 @@ class BlockPool:
     is given up (`on_evict` is told) when blocks are wanted and none is free.
     """
 
-    def __init__(self, num_blocks: int, cache: PrefixCache, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache, on_evict: Callable[[list[int]], None]) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
         self._on_evict = on_evict
@@ -43,6 +43,11 @@ class BlockPool:
         """Number of block-table entries that name this block."""
         return self._ref_counts[block_id]
 
+    def num_unused(self, block_ids: Sequence[int]) -> int:
+        """How many of these cached blocks nobody uses."""
+        counts = self._ref_counts
+        return len([block for block in block_ids if not counts[block]])
+
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; the caller has checked `num_available`."""
         free = self._free
@@ -52,12 +57,13 @@ class BlockPool:
         blocks = free[keep:]
         blocks.reverse()
         del free[keep:]
-        while len(blocks) < count:
-            block = self._cache.evict()
-            self._on_evict(block)
-            blocks.append(block)
+        if len(blocks) < count:
+            evicted = [self._cache.evict() for _ in range(count - len(blocks))]
+            self._on_evict(evicted)
+            blocks += evicted
+        counts = self._ref_counts
         for block in blocks:
-            self._ref_counts[block] = 1
+            counts[block] = 1
         return blocks
 
     def share(self, block_ids: Sequence[int]) -> None:

@@ -135,7 +135,7 @@ class KVCacheManager:
         start = match.num_blocks * self.block_size
         for group, pool in enumerate(self.pools):
             shared = match.block_ids[group]
-            unused = sum(pool.ref_count(b) == 0 for b in shared)
+            unused = pool.num_unused(shared) if shared else 0
             if not self._has_room(pool, self._peak(group, start, len(request.token_ids)) - len(shared), unused):
                 return False
         count = self._blocks_for(start + num_new_tokens) - match.num_blocks
@@ -317,11 +317,11 @@ class KVCacheManager:
         assert self._num_computed == sum(r.num_computed_tokens for r in holders), "computed tokens are miscounted"
 
     def _make_pool(self, group: int, cache: PrefixCache) -> BlockPool:
-        def on_evict(block_id: int) -> None:
-            self.num_evicted += 1
-            self._emptied[group].append(block_id)
-            if self.record is not None:
-                self.record("evict", group=group, block=block_id)
+        def on_evict(block_ids: list[int]) -> None:
+            self.num_evicted += len(block_ids)
+            self._emptied[group] += block_ids
+            for block in block_ids if self.record is not None else ():
+                self.record("evict", group=group, block=block)
 
         return BlockPool(self.spec.num_blocks, cache, on_evict)
 

@@ -19,7 +19,7 @@ class Pool(BlockPool):
     def __init__(self, kind: type[PrefixCache] = HashPrefixCache) -> None:
         self.evicted: list[int] = []
         self.cache = kind(1, LRUEviction())
-        super().__init__(4, self.cache, self.evicted.append)
+        super().__init__(4, self.cache, self.evicted.extend)
 
     def publish(self, *block_ids: int) -> None:
         """The blocks are the beginning of a prompt 1, 2, 3 and so on, a token in each."""

@@ -37,10 +37,10 @@ def test_lfu_gives_up_what_was_found_least_then_what_was_released_first() -> Non
     eviction = LFUEviction()
     insert(eviction, 1, 2, 3, 4)
     for block in (1, 1, 4, 2):
-        eviction.hit(block)
+        eviction.hit([block])
     release(eviction, 4, 3, 2, 1)
     assert eviction.pop() == 3
-    eviction.hit(4)  # found while nobody used it: 2 is now found least
+    eviction.hit([4])  # found while nobody used it: 2 is now found least
     assert pop_all(eviction) == [2, 4, 1]
 
 
@@ -48,7 +48,7 @@ def test_lfu_counts_anew_when_a_block_holds_something_else() -> None:
     eviction = LFUEviction()
     insert(eviction, 1, 2)
     for block in (1, 1, 2):
-        eviction.hit(block)
+        eviction.hit([block])
     release(eviction, 1)
     assert eviction.pop() == 1
     insert(eviction, 1)
@@ -59,7 +59,7 @@ def test_lfu_counts_anew_when_a_block_holds_something_else() -> None:
 def test_fifo_gives_up_what_was_cached_first_whatever_happened_since() -> None:
     eviction = FIFOEviction()
     insert(eviction, 2, 1, 3)
-    eviction.hit(2)
+    eviction.hit([2])
     release(eviction, 3, 1, 2)
     eviction.remove(2)
     release(eviction, 2)

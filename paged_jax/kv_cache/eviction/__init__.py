@@ -1,7 +1,7 @@
 """Which cached block is given up first: policies, one file each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 
 class Eviction(ABC):
@@ -18,8 +18,8 @@ class Eviction(ABC):
         """
 
     @abstractmethod
-    def hit(self, block_id: int) -> None:
-        """A request found the block and took it."""
+    def hit(self, block_ids: Sequence[int]) -> None:
+        """A request found these blocks and took them."""
 
     @abstractmethod
     def use(self, block_id: int) -> None:

@@ -1,6 +1,6 @@
 """Least frequently used first."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from paged_jax.kv_cache.eviction.ranked import RankedEviction
 
@@ -18,10 +18,11 @@ class LFUEviction(RankedEviction):
         """Nobody has found the block yet: who computed it does not count."""
         self._num_hits[block_id] = 0
 
-    def hit(self, block_id: int) -> None:
-        """Count the hit."""
-        self._num_hits[block_id] += 1
-        self._rerank(block_id)
+    def hit(self, block_ids: Sequence[int]) -> None:
+        """Count the hits."""
+        for block_id in block_ids:
+            self._num_hits[block_id] += 1
+            self._rerank(block_id)
 
     def use(self, block_id: int) -> None:
         """Note the time, counted in uses."""

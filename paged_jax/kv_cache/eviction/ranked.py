@@ -1,7 +1,7 @@
 """Common part of the policies: a heap of candidates by rank."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -28,7 +28,7 @@ class RankedEviction(Eviction):
     def insert(self, block_id: int, index: int, key: Callable[[], Hashable]) -> None:
         """Nothing to note."""
 
-    def hit(self, block_id: int) -> None:
+    def hit(self, block_ids: Sequence[int]) -> None:
         """Nothing to note."""
 
     def use(self, block_id: int) -> None:

@@ -98,8 +98,7 @@ class HashPrefixCache(PrefixCache):
 
     def hit(self, block_ids: Sequence[int]) -> None:
         """Tell the eviction policy."""
-        for block in block_ids:
-            self.eviction.hit(block)
+        self.eviction.hit(block_ids)
 
     def lock(self, block_id: int) -> None:
         """The block is no candidate any more."""

@@ -63,8 +63,7 @@ class RadixPrefixCache(PrefixCache):
 
     def hit(self, block_ids: Sequence[int]) -> None:
         """Tell the eviction policy."""
-        for block in block_ids:
-            self.eviction.hit(block)
+        self.eviction.hit(block_ids)
 
     def lock(self, block_id: int) -> None:
         """If it was a candidate, it is none any more."""
