@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 import tokenizers
+from recorded_runs import three
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -78,7 +79,7 @@ GENERATE = ["generate", "--prompt", "a"]
 
 USAGE_ERRORS = [
     (["genrate"], "unknown command 'genrate'; did you mean 'generate'?"),
-    (["xyz"], "unknown command 'xyz'; commands: generate, run, models, fetch, bench-kernels"),
+    (["xyz"], "unknown command 'xyz'; commands: generate, run, replay, diff, models, fetch, bench-sch"),
     (["--hlp"], "unknown flag '--hlp'; did you mean '--help'?"),
     (["generate"], "paged-jax generate needs --prompt: see `paged-jax generate --help`"),
     (["generate", "--prompt"], "--prompt needs a value (one that begins with a dash is written --prompt=-x)"),
@@ -100,6 +101,12 @@ USAGE_ERRORS = [
     (["run", "--fresh"], "paged-jax run needs FILE"),
     (["run", SMOKE, "--frsh"], "unknown flag '--frsh'; did you mean '--fresh'?"),
     (["run", SMOKE, "--output-dir"], "--output-dir needs a value"),
+    (["replay"], "paged-jax replay needs FILE: see `paged-jax replay --help`"),
+    (["replay", "x", "--outptu", "y"], "unknown flag '--outptu'; did you mean '--output'?"),
+    (["replay", "x", "--output", "y"], "--output without overrides would copy the recording: give key=value, or leave"),
+    (["diff"], "paged-jax diff needs A and B: see `paged-jax diff --help`"),
+    (["diff", "a"], "paged-jax diff compares two traces, A and B, got 1"),
+    (["diff", "a", "b", "c"], "paged-jax diff compares two traces, A and B, got 3"),
     (["models", "x"], "paged-jax models cannot place 'x'"),
     (["fetch"], "paged-jax fetch needs NAME"),
 ]  # fmt: skip
@@ -114,6 +121,9 @@ ERRORS = [
     (["run", SMOKE, "--fresh", "junk"], "'junk' is not an override: write key=value"),
     (["run", SMOKE, "model=nowhere"], "no model 'nowhere': "),
     (["run", SMOKE, "engine.load_format=auto"], "'tiny-llama' is known by its shape only"),
+    (["replay", "nowhere.jsonl"], "no trace at nowhere.jsonl: EngineConfig.trace_file records one"),
+    (["replay", SMOKE], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
+    (["diff", SMOKE, "nowhere.jsonl"], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
     (["fetch", "smollm2"], "no model 'smollm2' in the catalogue; did you mean 'smollm2-135m'?"),
     (["fetch", "tiny-llama"], "'tiny-llama' is known by its shape only, there is nothing to fetch"),
 ]  # fmt: skip
@@ -282,6 +292,59 @@ def test_closed_pipe_is_quiet() -> None:
         process.stdin.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+def test_replay_what_if_and_diff_need_no_jax(paged_jax: Program, tmp_path: Path) -> None:
+    run, sjf = str(tmp_path / "run.jsonl"), str(tmp_path / "sjf.jsonl")
+    three(tmp_path / "run.jsonl")
+    count = len((tmp_path / "run.jsonl").read_text().splitlines()) - 1
+    assert paged_jax("replay", run) == Ended(0, f"{count} events, 12 steps: every decision reproduced\n", "")
+    ended = paged_jax("replay", run, "scheduling_policy=sjf", "--output", sjf, "length_predictor=oracle")
+    assert (ended.status, ended.err) == (0, "")
+    assert "3 requests, replayed with scheduling_policy=sjf, length_predictor=oracle" in ended.out
+    ended = paged_jax("diff", run, sjf)
+    assert (ended.status, ended.err) == (0, "")
+    assert "  scheduling_policy: fcfs | sjf\n" in ended.out
+    assert "before the first step" not in ended.out
+    assert "step 1, where they part:" in ended.out
+    assert "  admitted       A  long (slot 0)\n                 B  short (slot 0)\n" in ended.out
+    assert "exists, and is not overwritten" in paged_jax("replay", run, "scheduling_policy=sjf", "--output", sjf).error
+    script = """
+import sys
+from paged_jax.cli import main
+for arguments in (["replay", sys.argv[1]], ["replay", sys.argv[1], "eviction=null"], ["diff", *sys.argv[1:]]):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert ended.code == 0, arguments
+    found = sorted({"jax", "jaxlib", "flax", "pandas"} & set(sys.modules))
+    assert not found, (arguments, found)
+"""
+    done = python(script, run, sjf)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_replay_that_differs_ends_with_status_1(paged_jax: Program, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    three(path)
+    text = path.read_text()
+    path.write_text(text.replace('"admitted":[["middling",0]]', '"admitted":[["middling",1]]'))
+    ended = paged_jax("replay", str(path))
+    assert (ended.status, ended.err) == (1, "")
+    assert ended.out.startswith(f"line 34 of {path}, step 7: the replay differs from the recording\n  expected  ")
+
+
+def test_generate_records_what_replay_reproduces(paged_jax: Program, tiny_model: str, tmp_path: Path) -> None:
+    """A real model on the wall's clock, with text that ends at a stop string."""
+    path = tmp_path / "run.jsonl"
+    command = ["generate", "--model", tiny_model, *ENGINE, "--prompt", "hello", "--max-tokens", "12"]
+    whole = paged_jax(*command).out.removesuffix("\n")
+    ended = paged_jax(*command, "--stop", whole[3:6], "--trace-file", str(path))
+    assert ended.status == 0, ended.err
+    assert ended.out == whole[: whole.index(whole[3:6])] + "\n"
+    assert json.loads(path.read_text().splitlines()[-1])["stop"] == whole[3:6]
+    assert "every decision reproduced" in paged_jax("replay", str(path)).out
+    assert "exists, and is not overwritten" in paged_jax(*command, "--trace-file", str(path)).error
 
 
 def test_run_writes_results_and_prints_the_tables(paged_jax: Program, tmp_path: Path) -> None:

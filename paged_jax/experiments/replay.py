@@ -35,7 +35,7 @@ class _DifferenceError(Exception):
 
 
 class _EndOfTraceError(Exception):
-    """Nothing is recorded that the replay could be compared with."""
+    """Nothing is recorded that the replay could be compared with: why."""
 
 
 class _RetractedError(Exception):
@@ -68,30 +68,40 @@ class _Comparison:
         self._trace = trace
         self._bar = bar
         self._is_over = False
+        self._is_booking = False  # a step's result is there
 
     def write(self, event: Event) -> None:
         if event["event"] == "header" or self._is_over:
             return
         trace, position = self._trace, self.position
         if position == len(trace):
-            self._is_over = True
-            raise _EndOfTraceError
+            raise self.end()
         text = encode(event)
         if text != trace.lines[position] and json.loads(text) != trace.event(position):
             raise self.differs(event)
         self.position += 1
         self.num_steps += event["event"] == "step"
+        self._is_booking = event["event"] != "step" and (self._is_booking or event["event"] == "result")
         self._bar.update()
 
     def flush(self, *, idle: bool) -> None:
         """Nothing is kept back."""
 
-    def differs(self, got: Event | None) -> Exception:
-        """What to raise now that the next line is not what the replay does."""
+    def end(self) -> Exception:
+        """What to raise now that there are no more lines; what the engine says of that does not count."""
         self._is_over = True
-        if self._trace.event(self.position)["event"] == "retract":
-            return _EndOfTraceError()  # an interrupt between two lines of the engine's own
-        return _DifferenceError(self.position, got)
+        return _EndOfTraceError(f"the recording ends in the middle of step {self.num_steps}")
+
+    def differs(self, got: Event | None, index: int | None = None) -> Exception:
+        """What to raise now that the next line, or that of `index`, is not what the replay does."""
+        self._is_over = True
+        index = self.position if index is None else index
+        if self._is_booking and self._trace.event(index)["event"] == "retract":
+            left = len(self._trace) - index
+            return _EndOfTraceError(
+                f"step {self.num_steps} was interrupted while its tokens were booked: {left} events are not replayed"
+            )
+        return _DifferenceError(index, got)
 
 
 class _Executor(RecordedExecutor):
@@ -111,16 +121,19 @@ class _Executor(RecordedExecutor):
             event = self._next()
         if event["event"] == "retract":
             raise _RetractedError
+        if event["event"] != "result":
+            raise self._comparison.differs({"event": "result"})
         self._clock.time = event["t"]
         return Handle(self.answers(plan, padded=event.get("padded", 0)))
 
     def lacking(self, request: Request) -> None:
         comparison, trace = self._comparison, self._trace
         rest = range(comparison.position, len(trace))
-        if all(trace.event(index)["event"] in ("result", "token") for index in rest):
-            raise _EndOfTraceError
+        after = next((index for index in rest if trace.event(index)["event"] not in ("result", "token")), None)
+        if after is None:
+            raise comparison.end()
         name = [request.request_id, request.sample_index] if request.sample_index else request.request_id
-        raise comparison.differs({"event": "token", "id": name, "n": request.num_output_tokens})
+        raise comparison.differs({"event": "token", "id": name, "n": request.num_output_tokens}, after)
 
     def apply(self, event: Event) -> None:
         """Ask of the engine what was asked of the recorded one."""
@@ -140,7 +153,7 @@ class _Executor(RecordedExecutor):
 
     def _next(self) -> Event:
         if self._comparison.position == len(self._trace):
-            raise _EndOfTraceError
+            raise self._comparison.end()
         return self._trace.event(self._comparison.position)
 
 
@@ -164,8 +177,8 @@ def replay(trace: Trace, *, show_progress: bool = True) -> ReplayOutcome:
         note = trace.note
         try:
             _run(trace, comparison, executor, clock)
-        except _EndOfTraceError:
-            note = "; ".join(filter(None, [note, f"the recording ends in the middle of step {comparison.num_steps}"]))
+        except _EndOfTraceError as end:
+            note = "; ".join(filter(None, [note, str(end)]))
         except _DifferenceError as differs:
             return ReplayOutcome(False, _difference(trace, comparison.num_steps, differs))
     counts = f"{comparison.position - 1} events, {comparison.num_steps} steps"
