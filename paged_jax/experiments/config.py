@@ -1,91 +1,19 @@
-"""What an experiment is: one YAML file, checked to its last key before anything runs.
-
-The sweep has two forms, which combine. A key with a list is an axis of a grid; each entry of `zip` is an axis
-along which several keys move together:
-
-    sweep:
-      engine.block_size: [8, 16]                       # 2 values
-      zip:
-        - engine.max_num_seqs: [4, 8]                  # x 2 pairs = 4 settings
-          engine.max_num_batched_tokens: [64, 128]
-
-Swept keys are dotted paths into `engine` or `workload`, and may not be set there as well.
-"""
+"""What an experiment is: one YAML file, checked to its last key before anything runs."""
 
 import difflib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from paged_jax.config import EngineConfig, StrictModel, nearest, parse
-from paged_jax.experiments.metrics import METRICS
-from paged_jax.experiments.workloads import (
-    WORKLOADS,
-    LognormalWorkload,
-    PromptsWorkload,
-    SharedPrefixWorkload,
-    longest_request,
-)
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Panels = tuple[tuple[str, ...], ...]
-
-
-class Report(StrictModel):
-    """What the tables and the figures show."""
-
-    x: str | None = None
-    """The swept key on the horizontal axis; unset, the first one. Other swept keys become series."""
-    y: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Metrics: the columns of the tables."""
-    baseline: int | float | str | bool | tuple[Any, ...] | None = None
-    """The value of x that the others are compared with, in paired differences; unset, no comparison."""
-    figures: dict[Name, Panels] | None = None
-    """File name to panels, each a list of metrics that share an axis; unset, one figure for each of `y`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _panels(cls, values: Any) -> Any:
-        """A figure written as one flat list is one panel."""
-        figures = values.get("figures") if isinstance(values, Mapping) else None
-        if not isinstance(figures, Mapping):
-            return values
-        flat = {k: (v,) if isinstance(v, tuple) and v and all(isinstance(m, str) for m in v) else v
-                for k, v in figures.items()}  # fmt: skip
-        return {**values, "figures": flat}
-
-    @model_validator(mode="after")
-    def _metrics_exist(self) -> Self:
-        for where, names in [
-            ("y", self.y),
-            *((f"figures.{k}", sum(v, ())) for k, v in (self.figures or {}).items()),
-        ]:
-            for name in names:
-                if name not in METRICS:
-                    raise ValueError(f"report.{where} names an unknown metric {name!r}{nearest(name, list(METRICS))}")
-        for key, panels in (self.figures or {}).items():
-            if not panels:
-                raise ValueError(f"report.figures.{key} is empty: list the metrics that it shows, or leave it out")
-            for panel in panels:
-                units = sorted({METRICS[m].unit or "counts" for m in panel})
-                if len(units) != 1:
-                    raise ValueError(
-                        f"report.figures.{key} puts {' and '.join(units) or 'nothing'} on one axis: "
-                        "give each unit a panel of its own, [[...], [...]]"
-                    )
-        return self
-
-    @property
-    def panels(self) -> dict[str, Panels]:
-        """Every figure's panels, by file name."""
-        return {m: ((m,),) for m in self.y} if self.figures is None else self.figures
+from paged_jax.experiments.compatibility import check_together
+from paged_jax.experiments.report_spec import Name, Report
+from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, same, swept_keys
+from paged_jax.experiments.workloads import WORKLOADS, LognormalWorkload, PromptsWorkload, SharedPrefixWorkload
+from paged_jax.experiments.yaml_values import apply_override, read_yaml, with_tuples
 
 
 class ExperimentConfig(StrictModel):
@@ -99,7 +27,7 @@ class ExperimentConfig(StrictModel):
     engine: EngineConfig = EngineConfig()
     workload: PromptsWorkload | LognormalWorkload | SharedPrefixWorkload
     sweep: dict[str, Any] = Field(default_factory=dict)
-    """Dotted path to values (a grid), and `zip`: a list of such mappings whose keys move together."""
+    """Dotted path to values (a grid), and `zip`: a list of such mappings whose keys move together; see `sweep.py`."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0, 1, 2)
     """Each is another workload: variation between inputs."""
     repeats: Annotated[int, Field(ge=1)] = 2
@@ -110,7 +38,7 @@ class ExperimentConfig(StrictModel):
     def _check(self) -> Self:
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds {list(self.seeds)} repeat a seed: use repeats to run a workload again")
-        swept = _swept(self.sweep)
+        swept = swept_keys(self.sweep)
         x, baseline = self.report.x, self.report.baseline
         if x is not None and x not in swept:
             hint = nearest(x, list(swept)) if swept else "; nothing is swept"
@@ -121,19 +49,19 @@ class ExperimentConfig(StrictModel):
             if not swept:
                 raise ValueError("report.baseline compares settings, but nothing is swept: leave it out")
             values = swept[x or next(iter(swept))]
-            if not any(_same(baseline, v) for v in values):
+            if not any(same(baseline, v) for v in values):
                 raise ValueError(f"report.baseline is {baseline!r}, which is not one of the values {list(values)!r}")
         return self
 
     @property
     def x(self) -> str | None:
         """The swept key on the horizontal axis; None when nothing is swept."""
-        return self.report.x or next(iter(_swept(self.sweep)), None)
+        return self.report.x or next(iter(swept_keys(self.sweep)), None)
 
     @property
     def series_keys(self) -> tuple[str, ...]:
         """Swept keys that do not move together with x: each combination of their values is a series."""
-        return tuple(key for axis in _axes(self.sweep) if self.x not in axis for key in axis)
+        return tuple(key for axis in axes_of(self.sweep) if self.x not in axis for key in axis)
 
 
 @dataclass(frozen=True)
@@ -148,7 +76,7 @@ class Setting:
     @property
     def label(self) -> str:
         """Such as `block_size=16`; "all" when nothing is swept."""
-        return ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.values.items()) or "all"
+        return label_of(self.values)
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -163,13 +91,13 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         raise FileNotFoundError(f"no experiment file at {path}; examples are under configs/") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path} as an experiment file: {error}") from None
-    raw = _yaml(text, str(path))
+    raw = read_yaml(text, str(path))
     if raw is None:
         raise ValueError(f"{path} is empty: an experiment needs at least name, model, workload and report")
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold keys and values: an experiment file begins like `name: block_size`")
     for override in overrides:
-        _override(raw, override)
+        apply_override(raw, override)
     return experiment_from_dict(raw)
 
 
@@ -177,41 +105,33 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Plain values of `key=value` words whose values are YAML, as for `load_experiment`."""
     values: dict[str, Any] = {}
     for override in overrides:
-        _override(values, override)
-    return _tuples(values)
+        apply_override(values, override)
+    return with_tuples(values)
 
 
 def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     """Check plain values, as they stand in a file, and every setting of their sweep."""
-    raw = _tuples(raw)
+    raw = with_tuples(raw)
     sweep = {} if raw.get("sweep") is None else raw["sweep"]
     known = _known_paths(_workload_model(raw))
-    for key, values in _swept(sweep).items():
+    for key, values in swept_keys(sweep).items():
         _check_swept_key(key, known)
         if _get(raw, key) is not _ABSENT:
             raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
-        if len(values) != sum(not any(_same(v, w) for w in values[:i]) for i, v in enumerate(values)):
+        if len(values) != sum(not any(same(v, w) for w in values[:i]) for i, v in enumerate(values)):
             raise ValueError(f"sweep.{key} {list(values)!r} repeats a value: use repeats to run a setting again")
     for key in raw:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")
-    points = [_sections(_filled(raw, point), known) for point in _points(sweep)]
-    for sections in points:
-        longest, limit = longest_request(sections["workload"]), sections["engine"].max_model_len
-        if longest is not None and limit is not None and longest > limit:
-            raise ValueError(
-                f"the workload can ask for requests of {longest} tokens, more than engine.max_model_len "
-                f"({limit}): lower the max of its lengths or raise engine.max_model_len"
-            )
-    return parse(ExperimentConfig, {**raw, "sweep": sweep, **points[0]})
+    return parse(ExperimentConfig, {**raw, "sweep": sweep, **_checked_points(raw, sweep, known)})
 
 
 def settings(config: ExperimentConfig) -> tuple[Setting, ...]:
     """Every point of the sweep, in the order of the file, the last key fastest."""
     base = as_plain(config)
     expanded = []
-    for point in _points(config.sweep):
-        values = _filled(base, point)
+    for point in points_of(config.sweep):
+        values = fill_in(base, point)
         engine = _section(EngineConfig, values["engine"], "engine")
         expanded.append(Setting(point, engine, _section(_workload_model(values), values["workload"], "workload")))
     return tuple(expanded)
@@ -221,7 +141,7 @@ def as_plain(config: ExperimentConfig) -> dict[str, Any]:
     """The experiment as it could stand in a file: every default spelled out (None is unset), swept keys only
     under `sweep`."""
     plain = config.model_dump(exclude_none=True)
-    for key in _swept(config.sweep):
+    for key in swept_keys(config.sweep):
         *parents, last = key.split(".")
         place = plain
         for parent in parents:
@@ -231,84 +151,6 @@ def as_plain(config: ExperimentConfig) -> dict[str, Any]:
 
 
 _ABSENT = object()
-
-
-def _yaml(text: str, where: str) -> Any:
-    try:
-        return YAML(typ="safe", pure=True).load(text)  # YAML 1.2: 1e-4 is a number, off is a string
-    except DuplicateKeyError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        problem = str(error.problem).split(" with value")[0].replace("found duplicate", "there is a second")
-        raise ValueError(f"{where}, line {line}: {problem}; remove one of them") from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
-    except YAMLError as error:
-        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _override(raw: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ValueError(f"{override!r} is not an override: write key=value, such as engine.block_size=32")
-    value = _yaml(text, f"override {override!r}")
-    # keys of the sweep have dots of their own
-    path = ["sweep", key.removeprefix("sweep.")] if key.startswith("sweep.") else key.split(".")
-    swept = _swept(raw["sweep"]) if isinstance(raw.get("sweep"), dict) else {}
-    if key in swept:
-        raise ValueError(f"{key} is swept: override sweep.{key} with a list of values instead")
-    place = raw
-    for parent in path[:-1]:
-        if place.get(parent) is None:
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
-            raise ValueError(f"override {override!r}: {parent} is a single value and has no keys below it")
-    place[path[-1]] = value
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _tuples(v) for k, v in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _axes(sweep: Any) -> list[dict[str, tuple[Any, ...]]]:
-    """The sweep's axes: each maps the keys that move together to equally many values."""
-    if not isinstance(sweep, Mapping):
-        raise ValueError(f"sweep must map keys to lists, such as `engine.block_size: [8, 16]`, got {sweep!r}")
-    groups = [{key: values} for key, values in sweep.items() if key != "zip"]
-    zipped = sweep.get("zip", ())
-    if not isinstance(zipped, (list, tuple)) or not all(isinstance(g, Mapping) and g for g in zipped):
-        raise ValueError("sweep.zip must be a list of groups, each a mapping of keys to lists of equal length")
-    axes = groups + [dict(g) for g in zipped]
-    for axis in axes:
-        for key, values in axis.items():
-            if not isinstance(values, (list, tuple)) or not values:
-                raise ValueError(f"sweep.{key} must be a list with at least one value, got {values!r}")
-        if len({len(values) for values in axis.values()}) != 1:
-            lengths = ", ".join(f"{key} has {len(values)}" for key, values in axis.items())
-            raise ValueError(f"keys of one sweep.zip group need equally many values, but {lengths}")
-    return axes
-
-
-def _swept(sweep: Any) -> dict[str, tuple[Any, ...]]:
-    """Each swept key's values."""
-    swept: dict[str, tuple[Any, ...]] = {}
-    for axis in _axes(sweep):
-        for key, values in axis.items():
-            if key in swept:
-                raise ValueError(f"sweep names {key} twice: sweep it once")
-            swept[key] = tuple(values)
-    return swept
-
-
-def _points(sweep: Any) -> Iterator[dict[str, Any]]:
-    axes = [[dict(zip(axis, row, strict=True)) for row in zip(*axis.values(), strict=True)] for axis in _axes(sweep)]
-    for combination in itertools.product(*axes):
-        yield {key: value for part in combination for key, value in part.items()}
 
 
 def _check_swept_key(key: str, known: Sequence[str]) -> None:
@@ -370,6 +212,23 @@ def _sections(raw: Mapping[str, Any], known: Sequence[str]) -> dict[str, StrictM
     }
 
 
+def _checked_points(raw: Mapping[str, Any], sweep: Any, known: Sequence[str]) -> dict[str, StrictModel]:
+    """The checked parts of the sweep's first setting; all settings are checked, and one that cannot work is named."""
+    checked: list[dict[str, StrictModel]] = []
+    problems: dict[str, str] = {}
+    for point in points_of(sweep):
+        try:
+            sections = _sections(fill_in(raw, point), known)
+            check_together(sections["engine"], sections["workload"])
+            checked.append(sections)
+        except ValueError as error:
+            problems.setdefault(str(error), label_of(point))
+    for sentence, label in problems.items():
+        everywhere = len(problems) == 1 and not checked  # then the sweep has nothing to do with it
+        raise ValueError(sentence if everywhere else f"{sentence} (setting {label})")
+    return checked[0]
+
+
 def _section[T: StrictModel](model: type[T], raw: Any, where: str, known: Sequence[str] = ()) -> T:
     """Check one part of the file, inner parts first, so that every sentence has the full dotted path."""
     if not isinstance(raw, Mapping):
@@ -401,24 +260,3 @@ def _get(raw: Mapping[str, Any], key: str) -> Any:
             return _ABSENT
         place = place[part]
     return place
-
-
-def _filled(raw: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `raw` with the swept values in place."""
-    filled = dict(raw)
-    for key, value in point.items():
-        place = filled
-        *parents, last = key.split(".")
-        for parent in parents:
-            inner = place.get(parent)
-            if inner is not None and not isinstance(inner, Mapping):
-                raise ValueError(f"{parent} must hold keys and values, got {inner!r}")
-            place[parent] = dict(inner or {})
-            place = place[parent]
-        place[last] = value
-    return filled
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equality that tells True from 1 but not 16 from 16.0."""
-    return isinstance(a, bool) == isinstance(b, bool) and a == b

@@ -1,7 +1,8 @@
 """What a trial measured: from finished requests and per-step statistics to one flat dict of numbers.
 
 Names are the field's, with the unit at the end where there is one. `METRICS` defines each of them. A metric
-without data (inter-token latency when every output has one token) is NaN.
+without data (inter-token latency when every output has one token) is NaN. A prompt with its n samples is one request:
+it begins with the first token of any sample and ends with the last sample; its output is that of all samples.
 """
 
 import hashlib
@@ -39,32 +40,43 @@ class Metric:
 
 
 _LATENCIES = {
-    "ttft_s": Metric("TTFT", "s", "first_token_time - arrival_time of each request"),
+    "ttft_s": Metric("TTFT", "s", "first_token_time - arrival_time of each request, of its first sample to begin"),
     "inter_token_latency_s": Metric(
-        "inter-token latency", "s", "time between successive output tokens, all requests pooled"
+        "inter-token latency", "s", "time between successive output tokens of a sample, all samples pooled"
     ),
-    "e2e_latency_s": Metric("end-to-end latency", "s", "finished_time - arrival_time of each request"),
+    "e2e_latency_s": Metric(
+        "end-to-end latency",
+        "s",
+        "finished_time - arrival_time of each request, of its last sample to end; in a static batch all end together",
+    ),
     "normalized_latency_s_per_token": Metric(
-        "normalized latency", "s/token", "end-to-end latency / output tokens of each request"
+        "normalized latency", "s/token", "end-to-end latency / output tokens of each request, of its longest sample"
     ),
     "queue_time_s": Metric("queue time", "s", "first_scheduled_time - arrival_time of each request"),
 }
 _SUMMARIES = ("mean", "p50", "p95", "p99")
 
-KV_SHARES = ("kv_token_states", "kv_internal_fragmentation", "kv_cached", "kv_free")
-"""Parts of the KV pool; they sum to 1."""
+KV_SHARES = (
+    "kv_token_states",
+    "kv_reserved",
+    "kv_internal_fragmentation",
+    "kv_external_fragmentation",
+    "kv_cached",
+    "kv_free",
+)
+"""Parts of the KV pool; they sum to 1. With several cache groups they are shares of memory."""
 
 METRICS: dict[str, Metric] = {
     "wall_s": Metric("wall time", "s", "from the first arrival to the end of the last step"),
     "requests_per_s": Metric("request throughput", "requests/s", "(finished_requests + truncated_requests) / wall_s"),
     "output_tokens_per_s": Metric("output throughput", "tokens/s", "output tokens / wall_s"),
     "total_tokens_per_s": Metric("total throughput", "tokens/s", "(prompt + output tokens) / wall_s"),
-    "finished_requests": Metric("finished requests", "", "requests that ended with their length reached"),
+    "finished_requests": Metric("finished requests", "", "requests whose samples all ended with their length reached"),
     "truncated_requests": Metric(
-        "truncated requests", "", "requests that ended with fewer output tokens than the workload asked for"
+        "truncated requests", "", "requests with a sample of fewer output tokens than the workload asked for"
     ),
     "prompt_tokens": Metric("prompt tokens", "", "sum over requests"),
-    "output_tokens": Metric("output tokens", "", "sum over requests"),
+    "output_tokens": Metric("output tokens", "", "sum over requests and their samples"),
     **{
         f"{name}_{summary}": Metric(f"{m.label} {summary}", m.unit, f"{summary} of {m.definition}")
         for name, m in _LATENCIES.items()
@@ -75,25 +87,62 @@ METRICS: dict[str, Metric] = {
         "ratio",
         "share of the KV pool that holds keys and values of running requests, over time",
     ),
+    "kv_reserved": Metric(
+        "reserved", "ratio", "share of the KV pool that is kept for tokens that will come, over time"
+    ),
     "kv_internal_fragmentation": Metric(
-        "unused in blocks", "ratio", "share of the KV pool in blocks in use that holds nothing, over time"
+        "unused in blocks",
+        "ratio",
+        "share of the KV pool in blocks in use that holds nothing and, as far as is known, never will, over time",
+    ),
+    "kv_external_fragmentation": Metric(
+        "too scattered",
+        "ratio",
+        "share of the KV pool that is free in runs too short for the next request, over time",
     ),
     "kv_cached": Metric("prefix cache", "ratio", "share of the KV pool that only the prefix cache keeps, over time"),
-    "kv_free": Metric("free", "ratio", "share of the KV pool that holds nothing, over time"),
+    "kv_free": Metric("free", "ratio", "share of the KV pool that holds nothing and could be given out, over time"),
     "internal_fragmentation": Metric(
-        "internal fragmentation", "ratio", "unused slots of blocks in use / slots of blocks in use, over time"
+        "internal fragmentation",
+        "ratio",
+        "slots of blocks in use that hold nothing and never will / slots of blocks in use, over time",
     ),
-    "peak_blocks": Metric("peak blocks in use", "blocks", "most blocks in use in a step"),
-    "peak_kv_tokens": Metric("peak token states", "tokens", "most tokens held in blocks in use in a step"),
+    "peak_blocks": Metric("peak blocks in use", "blocks", "most blocks in use in a step, of all cache groups together"),
+    "peak_kv_tokens": Metric(
+        "peak token states",
+        "tokens",
+        "most tokens held in blocks in use in a step; with several cache groups a token counts in each of them, once "
+        "for each layer, divided by the greatest common divisor of the groups' numbers of layers",
+    ),
     "block_table_bytes_peak": Metric(
-        "peak block-table size", "bytes", "4 * most block-table entries of running requests in a step"
+        "peak block-table size",
+        "bytes",
+        "4 * most block-table entries of running requests in a step, of all cache groups together",
     ),
-    "prefix_hit_tokens": Metric("prefix-hit tokens", "tokens", "prompt tokens taken from the prefix cache"),
+    "prefix_hit_tokens": Metric(
+        "prefix-hit tokens", "tokens", "prompt tokens taken from the prefix cache at first admission, once per prompt"
+    ),
     "prefix_hit_rate": Metric("prefix-hit rate", "ratio", "prefix_hit_tokens / prompt_tokens"),
-    "preemptions": Metric("preemptions", "", "requests preempted, counted at each preemption"),
-    "mean_running_requests": Metric("running requests", "", "requests that run, over time"),
+    "evicted_blocks": Metric("evicted blocks", "blocks", "cached blocks given up for others, of all cache groups"),
+    "copied_blocks": Metric(
+        "copied blocks", "blocks", "blocks copied so that samples of a prompt can write their own, of all cache groups"
+    ),
+    "preemptions": Metric("preemptions", "", "times that a request or a sample was preempted, sum over requests"),
+    "preempted_step_rate": Metric("steps with preemption", "ratio", "steps with at least one preemption / steps"),
+    "swapped_out_blocks": Metric("swapped out", "blocks", "blocks moved to host memory, of all cache groups"),
+    "swapped_in_blocks": Metric("swapped in", "blocks", "blocks moved back from host memory, of all cache groups"),
+    "max_wait_s": Metric("longest wait", "s", "longest time that any request spent in the queue at a stretch"),
+    "mean_running_requests": Metric("running requests", "", "requests that run, each sample counted, over time"),
+    "mean_waiting_requests": Metric("waiting requests", "", "requests in the queue once a step is planned, over time"),
     "steps": Metric("steps", "", "engine steps"),
-    "computed_tokens": Metric("computed tokens", "tokens", "tokens computed in all steps, padding excluded"),
+    "computed_tokens": Metric(
+        "computed tokens",
+        "tokens",
+        "tokens computed in all steps, padding excluded; those of ended rows of static batches are included",
+    ),
+    "decode_token_share": Metric(
+        "decode tokens", "ratio", "computed tokens of requests that computed just their newest one / computed_tokens"
+    ),
     "padded_tokens": Metric("padded tokens", "tokens", "padding computed besides"),
     "padding_fraction": Metric("padding", "ratio", "padded_tokens / (computed_tokens + padded_tokens)"),
     "compilations": Metric("compilations", "", "programs compiled during the trial; 0 after a full warm-up"),
@@ -117,22 +166,29 @@ def trial_metrics(
     if not requests or not steps:
         raise ValueError("a trial without finished requests or steps has no metrics")
     wall = steps[-1].end_time - start_time
-    prompt = sum(r.num_prompt_tokens for r in requests)
+    prompts = _by_prompt(requests)
+    prompt = sum(samples[0].num_prompt_tokens for samples in prompts)
     output = sum(r.num_output_tokens for r in requests)
-    truncated = sum(r.num_output_tokens < (r.sampling_params.max_tokens or 0) for r in requests)
+    hits = sum(samples[0].metrics.num_cached_tokens for samples in prompts)
+    truncated = sum(
+        any(r.num_output_tokens < (r.sampling_params.max_tokens or 0) for r in samples) for samples in prompts
+    )
     return {
         "wall_s": wall,
-        "requests_per_s": len(requests) / wall,
+        "requests_per_s": len(prompts) / wall,
         "output_tokens_per_s": output / wall,
         "total_tokens_per_s": (prompt + output) / wall,
-        "finished_requests": len(requests) - truncated,
+        "finished_requests": len(prompts) - truncated,
         "truncated_requests": truncated,
         "prompt_tokens": prompt,
         "output_tokens": output,
         **latencies(requests),
         **kv_usage(steps),
-        "prefix_hit_tokens": (hits := sum(r.metrics.num_cached_tokens for r in requests)),
+        "prefix_hit_tokens": hits,
         "prefix_hit_rate": hits / prompt,
+        # not of the steps: a plan that only takes places away is not run, and has no statistics
+        "preemptions": sum(r.metrics.num_preemptions for r in requests),
+        "max_wait_s": max(r.metrics.max_wait for r in requests),
         **step_counts(steps),
         "compilations": compilations,
         "warmup_compilations": warmup_compilations,
@@ -145,21 +201,25 @@ def latencies(requests: Iterable[Request]) -> dict[str, float]:
 
     Percentiles interpolate linearly between the two nearest ranks.
     """
-    samples: dict[str, list[float]] = {name: [] for name in _LATENCIES}
-    for request in requests:
-        m = request.metrics
-        if m.first_scheduled_time is not None:
-            samples["queue_time_s"].append(m.first_scheduled_time - m.arrival_time)
-        if m.first_token_time is None or m.finished_time is None:
-            continue  # ended without a token, for example too long for the pool: it has no latency
-        e2e = m.finished_time - m.arrival_time
-        samples["ttft_s"].append(m.first_token_time - m.arrival_time)
-        samples["inter_token_latency_s"].extend(np.diff(m.token_times).tolist())
-        samples["e2e_latency_s"].append(e2e)
-        samples["normalized_latency_s_per_token"].append(e2e / request.num_output_tokens)
+    values: dict[str, list[float]] = {name: [] for name in _LATENCIES}
+    for samples in _by_prompt(requests):
+        arrival = samples[0].metrics.arrival_time
+        begun = [t for r in samples if (t := r.metrics.first_scheduled_time) is not None]
+        if begun:
+            values["queue_time_s"].append(min(begun) - arrival)
+        # one that ended without a token, for example too long for the pool, has no latency
+        served = [r for r in samples if r.metrics.token_times and r.metrics.finished_time is not None]
+        if not served:
+            continue
+        e2e = max(r.metrics.finished_time or 0.0 for r in served) - arrival
+        values["ttft_s"].append(min(r.metrics.token_times[0] for r in served) - arrival)
+        for request in served:
+            values["inter_token_latency_s"].extend(np.diff(request.metrics.token_times).tolist())
+        values["e2e_latency_s"].append(e2e)
+        values["normalized_latency_s_per_token"].append(e2e / max(r.num_output_tokens for r in served))
     summaries: dict[str, float] = {}
-    for name, values in samples.items():
-        row = [np.mean(values), *np.percentile(values, [50, 95, 99])] if values else [math.nan] * 4
+    for name, measured in values.items():
+        row = [np.mean(measured), *np.percentile(measured, [50, 95, 99])] if measured else [math.nan] * 4
         summaries |= {f"{name}_{s}": float(v) for s, v in zip(_SUMMARIES, row, strict=True)}
     return summaries
 
@@ -167,20 +227,17 @@ def latencies(requests: Iterable[Request]) -> dict[str, float]:
 def kv_usage(steps: Sequence[StepStats]) -> dict[str, float]:
     """Shares of the KV pool over time, and its peaks.
 
-    With d the duration of a step and n, f, c, e its slots of token states, internal fragmentation, cached and
-    free, each share is sum(d * part) / sum(d * (n + f + c + e)), and internal_fragmentation is sum(d * f) /
-    sum(d * (n + f)).
+    With d the duration of a step and n, r, f, x, c, e its slots of token states, reserved, internal and external
+    fragmentation, cached and free, each share is sum(d * part) / sum(d * (n + r + f + x + c + e)), and
+    internal_fragmentation is sum(d * f) / sum(d * (n + r + f)).
     """
-    duration = _durations(steps)
-    parts = np.array(
-        [(s.kv.token_states, s.kv.internal_fragmentation, s.kv.cached, s.kv.free) for s in steps], dtype=float
-    )
-    held = duration @ parts
-    in_use = float(held[0] + held[1])
+    parts = np.array([[getattr(s.kv, name.removeprefix("kv_")) for name in KV_SHARES] for s in steps], dtype=float)
+    held = _durations(steps) @ parts
+    in_use = float(held[:3].sum())  # token states, reserved, internal fragmentation
     shares = (held / held.sum()).tolist()
     return {
         **dict(zip(KV_SHARES, shares, strict=True)),
-        "internal_fragmentation": float(held[1]) / in_use if in_use else math.nan,
+        "internal_fragmentation": float(held[2]) / in_use if in_use else math.nan,
         "peak_blocks": max(s.blocks_in_use for s in steps),
         "peak_kv_tokens": max(s.kv.token_states for s in steps),
         "block_table_bytes_peak": BLOCK_TABLE_ENTRY_BYTES * max(s.block_table_entries for s in steps),
@@ -188,24 +245,38 @@ def kv_usage(steps: Sequence[StepStats]) -> dict[str, float]:
 
 
 def step_counts(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Steps, tokens computed and padded, preemptions, and running requests over time."""
+    """What steps did, and requests that ran and waited over time."""
     duration = _durations(steps)
     computed = sum(s.num_tokens for s in steps)
     padded = sum(s.num_padded_tokens for s in steps)
     return {
-        "preemptions": sum(s.num_preempted for s in steps),
+        "preempted_step_rate": sum(s.num_preempted > 0 for s in steps) / len(steps),
+        "swapped_out_blocks": sum(s.num_swapped_out for s in steps),
+        "swapped_in_blocks": sum(s.num_swapped_in for s in steps),
+        "copied_blocks": sum(s.num_copied for s in steps),
+        "evicted_blocks": sum(s.num_evicted for s in steps),
         "mean_running_requests": float(duration @ [s.num_running for s in steps] / duration.sum()),
+        "mean_waiting_requests": float(duration @ [s.num_waiting for s in steps] / duration.sum()),
         "steps": len(steps),
         "computed_tokens": computed,
+        "decode_token_share": sum(s.num_decode_tokens for s in steps) / computed,
         "padded_tokens": padded,
         "padding_fraction": padded / (computed + padded),
     }
 
 
 def tokens_sha256(requests: Iterable[Request]) -> str:
-    """A fingerprint of every output token, independent of the order in which requests finished."""
-    outputs = sorted((r.request_id, r.output_token_ids) for r in requests)
+    """A fingerprint of every sample's output tokens, independent of the order in which samples finished."""
+    outputs = sorted((r.request_id, r.sample_index, r.output_token_ids) for r in requests)
     return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
+
+
+def _by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
+    """The samples of each prompt."""
+    prompts: dict[str, list[Request]] = {}
+    for request in requests:
+        prompts.setdefault(request.request_id, []).append(request)
+    return list(prompts.values())
 
 
 def _durations(steps: Sequence[StepStats]) -> np.ndarray:

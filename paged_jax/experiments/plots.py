@@ -16,9 +16,12 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from paged_jax.experiments.config import ExperimentConfig
 from paged_jax.experiments.metrics import KV_SHARES, METRICS
 from paged_jax.experiments.summary import SettingSummary
+from paged_jax.experiments.sweep import shown
 
 _WIDTH_IN = 3.3
 _PANEL_HEIGHT_IN = 2.1
+_LETTERS_IN_A_ROW = 45
+"""So many letters fit below an axis."""
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -30,7 +33,14 @@ _COLOURS = (
 )  # Okabe and Ito: colour-blind safe
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
-_PARTS = dict(zip(KV_SHARES, (("0.55", ""), ("#E69F00", "////"), ("#56B4E9", "...."), ("white", "")), strict=True))
+_PARTS = {
+    "kv_token_states": ("0.55", ""),
+    "kv_reserved": ("#F0E442", "\\\\\\\\"),
+    "kv_internal_fragmentation": ("#E69F00", "////"),
+    "kv_external_fragmentation": ("#D55E00", "xxxx"),
+    "kv_cached": ("#56B4E9", "...."),
+    "kv_free": ("white", ""),
+}
 """Colour and hatch of each part of the KV pool."""
 STYLE = {
     "font.size": 8,
@@ -99,7 +109,7 @@ def _lines(
     shared = labels[0] if len(panel) == 1 else _common_words(labels)
     for i, ((name, key), row) in enumerate(estimates.items()):
         words = [METRICS[name].label.removeprefix(shared).strip()] if len(panel) > 1 else []
-        words += [f"{k.rpartition('.')[2]}={v}" for k, v in zip(config.series_keys, key, strict=True)]
+        words += [f"{k.rpartition('.')[2]}={shown(v)}" for k, v in zip(config.series_keys, key, strict=True)]
         ax.errorbar(
             [place[s.setting.values[config.x or ""]] for s in series[key]],
             [e.mean * factor for e in row],
@@ -142,7 +152,8 @@ def _stacked_bars(
             linewidth=0.6,
         )
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    ax.set_xticks(positions, [str(s.setting.values[config.x or ""]) for s in summaries])
+    ax.set_xticks(positions)
+    _name_ticks([s.setting.values[config.x or ""] for s in summaries], ax)
     ax.grid(False, axis="x")
     ax.set_ylim(0, 100)
     ax.set_ylabel("KV pool (%)")
@@ -168,11 +179,21 @@ def _place_x(xs: Sequence[Any], ax: Axes) -> dict[Any, float]:
     if numeric and min(xs) > 0 and max(xs) / min(xs) >= 8:
         ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(list(place.values())))
-    ax.xaxis.set_major_formatter(FixedFormatter([str(x) for x in xs]))
+    _name_ticks(xs, ax)
     ax.xaxis.set_minor_locator(NullLocator())
     if not numeric:
         ax.set_xlim(-0.5, len(xs) - 0.5)
     return place
+
+
+def _name_ticks(xs: Sequence[Any], ax: Axes) -> None:
+    """Names of policies are long: they are turned, where they would run into each other."""
+    names = [shown(x) for x in xs]
+    ax.xaxis.set_major_formatter(FixedFormatter(names))
+    if len(names) * max(map(len, names)) > _LETTERS_IN_A_ROW:
+        ax.tick_params(axis="x", labelrotation=30)
+        for label in ax.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")
 
 
 def _axis_name(key: str) -> str:

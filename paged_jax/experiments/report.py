@@ -12,6 +12,7 @@ from paged_jax.experiments.environment import COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
+from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.tables import Table, deviation, with_interval
 from paged_jax.experiments.trials import Trial
 
@@ -53,7 +54,7 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
         _table(config, f"{config.name}: {enough}", summaries, lambda m, f: with_interval(m.estimate, f)),
     ]
     if config.report.baseline is not None and config.x is not None:
-        name = f"{config.x.rpartition('.')[2]}={config.report.baseline}"
+        name = f"{config.x.rpartition('.')[2]}={shown(config.report.baseline)}"
         compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
         title = f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
         tables += [_table(config, title, compared, _difference_cell)] if compared else []
@@ -90,7 +91,7 @@ def _table(
         (*("" for _ in swept), *(unit for _, unit in columns.values())),
         tuple(
             (
-                *(_value(v) for v in s.setting.values.values()),
+                *(shown(v) for v in s.setting.values.values()),
                 *(cell(s.metrics[name], factor) for name, (factor, _) in columns.items()),
             )
             for s in summaries
@@ -108,10 +109,6 @@ def _difference_cell(m: MetricSummary, factor: float) -> str:
 def _deviations_cell(m: MetricSummary, factor: float) -> str:
     mean = m.estimate.mean * factor
     return f"{deviation(m.noise * factor, mean)} / {deviation(m.variation * factor, mean)}"
-
-
-def _value(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (tuple, list, dict)) or value is None else str(value)
 
 
 def _design(config: ExperimentConfig, runs: Sequence[Mapping[str, Any]]) -> str:

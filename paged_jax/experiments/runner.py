@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_jax.checkpoints.resolve import prepare, resolve
-from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, POLICIES, EngineConfig
+from paged_jax.config import POLICIES, EngineConfig
 from paged_jax.engine.engine import Arrival, drive
 from paged_jax.engine.policies import load_policy
 from paged_jax.experiments.config import ExperimentConfig
 from paged_jax.experiments.environment import available_memory, describe, git_state, read_runs
 from paged_jax.experiments.lock import locked
+from paged_jax.experiments.memory import check_memory
 from paged_jax.experiments.metrics import tokens_sha256, trial_metrics
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.report import write_reports
 from paged_jax.experiments.trials import Trial, TrialLog, check_same_experiment, plan, replace_file, write_config
 from paged_jax.experiments.workloads import check_fits, make_workload
-from paged_jax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from paged_jax.engine.engine import Engine
@@ -117,7 +117,7 @@ def _run_trials(
     """Everything that can refuse a setting comes first; only then are files written, or discarded if `fresh`."""
     environment = describe()
     engine_configs = list(dict.fromkeys(trial.setting.engine for trial in missing))
-    sized = [c for c in engine_configs if c.num_blocks is not None]
+    sized = [c for c in engine_configs if c.num_blocks is not None or c.num_swap_blocks is not None]
     shape = resolve(config.model, sized[0].load_format).config if make_engine is None and sized else None
     check_memory(engine_configs, environment["device"]["platform"], available_memory(), shape)
     directory = log.path.parent
@@ -155,53 +155,19 @@ def _run_trials(
         gc.unfreeze()
 
 
-def check_memory(
-    configs: Sequence[EngineConfig], platform: str, available: int | None, model: ModelConfig | None = None
-) -> None:
-    """Raise ValueError if the KV pages of all engines, which are alive together, cannot fit.
-
-    `platform` is JAX's name for the device's kind; `available` is the free main memory in bytes, if known. Without
-    a `model`, whose shape gives the size of a block, settings with num_blocks are taken for free.
-    """
-    if platform != "cpu":
-        if len(configs) > 1 and any(c.num_blocks is None for c in configs):
-            raise ValueError(
-                f"the engines of {len(configs)} settings share the {platform}'s memory, so none of them may "
-                "take a share of what is free: set engine.num_blocks (in a sweep.zip group with "
-                "engine.block_size for equal memory)"
-            )
-        return
-    sizes = [_kv_bytes(c, model) for c in configs]
-    if available is not None and sum(sizes) > available:
-        settings = f"{len(sizes)} settings need" if len(sizes) > 1 else "the setting needs"
-        raise ValueError(
-            f"the KV pages of {settings} {sum(sizes) / 2**30:.1f} GiB together, and "
-            f"{available / 2**30:.1f} GiB of memory are free: lower engine.kv_cache_memory or engine.num_blocks"
-        )
-
-
-def _kv_bytes(config: EngineConfig, model: ModelConfig | None) -> int:
-    """Bytes of the KV pages of an engine on a CPU: keys and values of all blocks and the null block."""
-    if config.num_blocks is None:
-        return config.kv_cache_memory or DEFAULT_CPU_KV_CACHE_MEMORY
-    if model is None:
-        return 0
-    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    itemsize = 4 if dtype in ("auto", "float32") else 2  # auto is float32 on a CPU
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
-    return (config.num_blocks + 1) * config.block_size * per_token
-
-
 def run_workload(engine: "Engine", arrivals: Sequence[Arrival]) -> "tuple[list[Request], list[StepStats], float]":
-    """Serve all arrivals; returns finished requests, every step's statistics, and the clock at the start."""
+    """Serve all arrivals; returns finished samples, every step's statistics, and the clock at the start."""
     engine.reset_prefix_cache()
     gc.collect()  # so that the garbage of the last trial is not collected inside this one
     requests: list[Request] = []
     steps: list[StepStats] = []
+    newest = engine.last_step
     start = engine.clock.now()
     for advanced, stats in drive(engine, arrivals, engine.clock):
-        if stats is not None and (not steps or stats is not steps[-1]):  # a step without a plan has none
+        if stats is not None and stats is not newest:  # a step without a plan has none
             steps.append(stats)
+            newest = stats
+        # in a static batch requests end before they leave: they are finished once
         requests.extend(request for request in advanced if request.is_finished)
     return requests, steps, start
 
@@ -221,11 +187,13 @@ def _build(
     setting = trials[0].setting
     bar.say(f"{setting.label}: loading")
     began = time.perf_counter()
-    engine = make_engine(setting.engine)
-    build_s = time.perf_counter() - began
-    for trial in trials:
-        pool_tokens = engine.num_blocks * setting.engine.block_size
-        check_fits(_workload(engine, trial), engine.max_model_len, pool_tokens)
+    try:
+        engine = make_engine(setting.engine)
+        build_s = time.perf_counter() - began
+        for trial in trials:
+            check_fits(_workload(engine, trial), engine.max_model_len, engine.max_request_len)
+    except ValueError as error:
+        raise ValueError(f"{error} (setting {setting.label})" if setting.values else str(error)) from None
     return engine, build_s
 
 

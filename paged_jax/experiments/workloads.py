@@ -1,8 +1,9 @@
 """Workloads: which requests arrive when. The same settings and seed always give the same requests.
 
 Three kinds: `prompts` (real text, shipped with the package), `lognormal` (random token ids whose lengths
-follow a lognormal law) and `shared_prefix` (random token ids, groups of requests that begin alike). All are
-greedy and go on after end-of-sequence, so that output lengths are exactly as drawn. Pure NumPy: no JAX here.
+follow a lognormal law) and `shared_prefix` (random token ids, groups of requests that begin alike). All go on after
+end-of-sequence, so that output lengths are exactly as drawn, and policies may be told them; requests of one sample are
+greedy. Pure NumPy: no JAX here.
 """
 
 import json
@@ -50,6 +51,21 @@ class _Workload(StrictModel):
     """Output tokens of each request."""
     request_rate: Annotated[float, Field(gt=0)] | None = None
     """Requests per second of a Poisson process; unset, all arrive at once."""
+    n: Count = 1
+    """Samples of each prompt; more than 1 are drawn at temperature 1, with a seed for each request."""
+    users: Count | None = None
+    """Users "0", "1", ..., of which each request has one: user k with probability proportional to 1 / (k + 1) (Zipf's
+    law), so that a few ask for most; unset, all requests are of one user."""
+    priorities: Annotated[int, Field(ge=2)] | None = None
+    """Levels of priority, 0 (most urgent) to priorities - 1, drawn uniformly; unset, all are equal."""
+    cache_salts: bool = False
+    """Whether cached prefixes are shared only between requests of the same user."""
+
+    @model_validator(mode="after")
+    def _check_users(self) -> Self:
+        if self.cache_salts and self.users is None:
+            raise ValueError("cache_salts keeps the prefixes of users apart, and there is one user: set users, too")
+        return self
 
 
 class PromptsWorkload(_Workload):
@@ -119,11 +135,12 @@ def longest_request(spec: Workload) -> int | None:
 def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", vocab_size: int) -> tuple[Arrival, ...]:
     """The requests of one trial, by arrival time.
 
-    Prompts, output lengths and arrivals are drawn from separate streams: changing `request_rate` moves the
-    same requests in time. `tokenizer` is needed by kind `prompts` only; `vocab_size` bounds random token ids.
+    What is drawn comes from separate streams (but prompt and output lengths share one): changing `request_rate` moves
+    the same requests in time, and setting `users` gives the same requests users. `tokenizer` is needed by kind
+    `prompts` only; `vocab_size` bounds random token ids.
     Raises ValueError when the model has no tokenizer but the kind needs one.
     """
-    contents, lengths, gaps = (np.random.default_rng([seed, stream]) for stream in range(3))
+    contents, lengths, gaps, owners, levels, samples = (np.random.default_rng([seed, i]) for i in range(6))
     match spec:
         case PromptsWorkload():
             prompts = _real_prompts(spec, tokenizer, contents)
@@ -137,20 +154,37 @@ def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", voca
     times = np.zeros(len(prompts))
     if spec.request_rate is not None:
         times[1:] = np.cumsum(gaps.exponential(1 / spec.request_rate, len(prompts) - 1))
-    outputs = spec.output.draw(len(prompts), lengths)
+    count = len(prompts)
+    outputs = spec.output.draw(count, lengths)
+    users = _users(spec.users, count, owners)
+    priorities = [0] * count if spec.priorities is None else levels.integers(spec.priorities, size=count).tolist()
+    seeds = samples.integers(2**32, size=count).tolist() if spec.n > 1 else [None] * count
     return tuple(
         Arrival(
-            time=float(time),
-            prompt_token_ids=prompt,
-            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            time=float(times[i]),
+            prompt_token_ids=prompts[i],
+            params=SamplingParams(
+                n=spec.n,
+                temperature=1.0 if spec.n > 1 else 0.0,
+                seed=seeds[i],
+                max_tokens=outputs[i],
+                ignore_eos=True,
+            ),
             request_id=f"seed{seed}-{i}",
+            priority=priorities[i],
+            user=users[i],
+            cache_salt=users[i] if spec.cache_salts else "",
+            expected_output_len=outputs[i],
         )
-        for i, (time, prompt, max_tokens) in enumerate(zip(times, prompts, outputs, strict=True))
+        for i in range(count)
     )
 
 
-def check_fits(arrivals: Sequence[Arrival], max_model_len: int, pool_tokens: int) -> None:
-    """Raise ValueError for the first request that the model's context or the whole KV pool could not hold."""
+def check_fits(arrivals: Sequence[Arrival], max_model_len: int, max_request_len: int) -> None:
+    """Raise ValueError for the first request that the model's context or the whole KV pool could not hold.
+
+    `max_request_len` is the most tokens of a request that the empty pool has room for, as the allocator gives it out.
+    """
     for arrival in arrivals:
         prompt, output = len(arrival.prompt_token_ids), arrival.params.max_tokens or 0
         request = f"the workload has a request of {prompt} prompt and {output} output tokens"
@@ -159,9 +193,9 @@ def check_fits(arrivals: Sequence[Arrival], max_model_len: int, pool_tokens: int
                 f"{request}, more than max_model_len ({max_model_len}): lower workload.output.max or the "
                 "prompt lengths, or raise engine.max_model_len"
             )
-        if prompt + output > pool_tokens:
+        if prompt + output > max_request_len:
             raise ValueError(
-                f"{request}, more than the whole KV pool holds ({pool_tokens}): lower workload.output.max "
+                f"{request}, more than the whole KV pool holds ({max_request_len}): lower workload.output.max "
                 "or the prompt lengths, or raise engine.kv_cache_memory or engine.num_blocks"
             )
 
@@ -176,6 +210,13 @@ def _real_prompts(
     texts = shipped_prompts()
     order = rng.permutation(len(texts))[: spec.num_requests]
     return [tuple(tokenizer.encode(texts[i])) for i in order]
+
+
+def _users(num_users: int | None, count: int, rng: np.random.Generator) -> list[str]:
+    if num_users is None:
+        return [""] * count
+    shares = 1 / np.arange(1, num_users + 1)
+    return [str(user) for user in rng.choice(num_users, size=count, p=shares / shares.sum())]
 
 
 def _tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:

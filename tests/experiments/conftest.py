@@ -8,7 +8,8 @@ import pytest
 from paged_jax.config import EngineConfig
 from paged_jax.engine.clock import VirtualClock
 from paged_jax.engine.request import Request, RequestMetrics, RequestStatus
-from paged_jax.engine.stats import KVUsage, StepStats
+from paged_jax.engine.stats import StepStats
+from paged_jax.kv_cache.usage import KVUsage
 from paged_jax.sampling.params import SamplingParams
 
 
@@ -29,7 +30,7 @@ class FakeEngine:
     """Every running request gains a token in each step, which takes 1 + block_size / 100 seconds."""
 
     vocab_size = 97
-    max_model_len = 256
+    max_model_len = max_request_len = 256
     num_blocks = 4096
 
     def __init__(self, config: EngineConfig) -> None:
@@ -50,6 +51,11 @@ class FakeEngine:
         prompt: Sequence[int],
         params: SamplingParams,
         arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str = "",
+        expected_output_len: int | None = None,
     ) -> Request:
         metrics = RequestMetrics(self.clock.now() if arrival_time is None else arrival_time)
         request = Request(
@@ -60,6 +66,10 @@ class FakeEngine:
             seed=0,
             max_total_tokens=self.max_model_len,
             metrics=metrics,
+            priority=priority,
+            user=user,
+            cache_salt=cache_salt,
+            expected_output_len=expected_output_len,
         )
         self.requests.append(request)
         return request
@@ -77,7 +87,6 @@ class FakeEngine:
         for request in running:
             if request.metrics.first_scheduled_time is None:
                 request.metrics.first_scheduled_time = start
-                request.metrics.first_token_time = end
             request.token_ids.append((sum(request.token_ids) * 31 + len(request.token_ids)) % self.vocab_size)
             request.metrics.token_times.append(end)
         tokens = sum(len(r.token_ids) for r in running)
@@ -91,6 +100,10 @@ class FakeEngine:
             num_running=len(running),
             num_waiting=len(self.requests) - len(running),
             num_preempted=0,
+            num_swapped_out=0,
+            num_swapped_in=0,
+            num_copied=0,
+            num_evicted=0,
             blocks_in_use=blocks,
             block_table_entries=blocks,
             kv=KVUsage(tokens, blocks * size - tokens, 0, (self.num_blocks - blocks) * size),

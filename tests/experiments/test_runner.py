@@ -7,7 +7,8 @@ from paged_jax.config import EngineConfig
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.lock import locked
 from paged_jax.experiments.progress import RunProgress
-from paged_jax.experiments.runner import check_memory, run_experiment
+from paged_jax.experiments.memory import check_memory
+from paged_jax.experiments.runner import run_experiment
 from paged_jax.experiments.trials import plan, replace_file
 from paged_jax.models.config import ModelConfig
 
@@ -134,7 +135,7 @@ def files_of(directory):
 def small_for_large_blocks(make_fake_engine):
     def make(config):
         engine = make_fake_engine(config)
-        engine.num_blocks = 0 if config.block_size == 64 else 4096
+        engine.max_request_len = 0 if config.block_size == 64 else 256
         return engine
 
     return make
@@ -143,7 +144,7 @@ def small_for_large_blocks(make_fake_engine):
 REFUSED = [
     ({"sweep": {"engine.victim_policy": ["last_arrived", "not_there:Policy"]},
       "report": {"y": ["wall_s"], "figures": {}}}, r"victim_policy 'not_there:Policy' cannot be loaded"),
-    ({}, r"more than the whole KV pool holds \(0\)"),
+    ({}, r"more than the whole KV pool holds \(0\).*\(setting block_size=64\)"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,39 @@
+"""Whether an engine's settings and a workload go together, and have a place in an experiment."""
+
+from paged_jax.config import EngineConfig
+from paged_jax.experiments.workloads import Workload, longest_request
+
+_WORKLOAD_OF = {
+    ("scheduling_policy", "priority"): "priorities",
+    ("victim_policy", "lowest_priority"): "priorities",
+    ("scheduling_policy", "fair"): "users",
+}
+"""Policies and the field of the workload without which all requests are alike to them."""
+
+
+def check_together(engine: EngineConfig, workload: Workload) -> None:
+    """Raise ValueError for an engine that cannot serve the workload, or that no experiment can have."""
+    longest, limit = longest_request(workload), engine.max_model_len
+    if longest is not None and limit is not None and longest > limit:
+        raise ValueError(
+            f"the workload can ask for requests of {longest} tokens, more than engine.max_model_len "
+            f"({limit}): lower the max of its lengths or raise engine.max_model_len"
+        )
+    if workload.n > engine.max_num_seqs:
+        raise ValueError(
+            f"workload.n ({workload.n}) samples of a prompt run at once, more than engine.max_num_seqs "
+            f"({engine.max_num_seqs}): lower the one or raise the other"
+        )
+    for (field, policy), wanted in _WORKLOAD_OF.items():
+        if getattr(engine, field) == policy and getattr(workload, wanted) is None:
+            raise ValueError(f"engine.{field} {policy!r} has no effect without workload.{wanted}: set it")
+    if engine.trace_file is not None:
+        raise ValueError(
+            "engine.trace_file is one file, and an experiment runs many trials: leave it out, record a run with "
+            "`paged-jax generate --trace-file FILE`, and try other settings on it with `paged-jax replay FILE`"
+        )
+    if engine.eviction == "belady":
+        raise ValueError(
+            "engine.eviction 'belady' must know the future, and a trial does not: record a run with "
+            "`paged-jax generate --trace-file FILE` under another policy, then `paged-jax replay FILE eviction=belady`"
+        )
