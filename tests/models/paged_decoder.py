@@ -39,8 +39,8 @@ def run(
 ) -> np.ndarray:
     """Logits [length, vocab] of one sequence that is computed in chunks, each padded to the longest.
 
-    Before each chunk the null block is NaN in every layer, and so are the blocks that fell out of a group's window,
-    whose places in the block table hold 0.
+    Before each chunk all blocks are NaN in every layer, the null block too, but for those of the group's own table
+    that hold tokens in its window. In the table 0 stands for those that fell out of it.
     """
     length, padded = len(tokens), max(chunks)
     num_blocks = -(-length // block_size)
@@ -54,11 +54,11 @@ def run(
     tables = [(1 + rng.permutation(num_blocks)).astype(np.int32) for _ in groups]
     logits, start = [], 0
     for chunk in chunks:
-        is_poison = [np.arange(1 + num_blocks) == 0 for _ in groups]
+        is_poison = [np.ones(1 + num_blocks, bool) for _ in groups]
         for group, table, rows in zip(groups, tables, is_poison, strict=True):
             count = num_given_up(group.sliding_window, start, block_size)
-            rows[table[:count]] = True
             table[:count] = 0
+            rows[table[count : -(-start // block_size)]] = False
         pages = tuple(
             poisoned(own, np.tile(rows, g.num_layers)) for g, own, rows in zip(groups, pages, is_poison, strict=True)
         )

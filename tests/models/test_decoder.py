@@ -149,6 +149,15 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"'model\.layers\.2\.mlp\.up_proj\.weight' that this model has no"):
             load_decoder(CONFIG, weights, FLOAT32)
 
+    def test_qwen2_has_no_bias_at_the_output_projection(self):
+        weights = random_weights({**HF_CONFIG, "model_type": "qwen2"}, 1)
+        attention = load_decoder(replace(CONFIG, qkv_bias=True), weights, FLOAT32).layers[1].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            np.testing.assert_array_equal(
+                getattr(attention, name).bias[...], weights[f"model.layers.1.self_attn.{name}.bias"]
+            )
+        assert attention.o_proj.bias is None
+
     def test_misshapen_tensor_is_named(self):
         weights = random_weights(HF_CONFIG, 1)
         name = "model.layers.0.self_attn.q_proj.weight"
