@@ -4,6 +4,7 @@ import re
 import pytest
 
 from paged_jax.experiments.config import as_plain, experiment_from_dict, load_experiment, settings
+from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.trials import write_config
 
 FILE = """\
@@ -78,6 +79,91 @@ def test_a_required_key_may_be_swept_and_the_written_config_reads_back(raw_exper
     again = load_experiment(tmp_path / "config.yaml")
     assert as_plain(again) == as_plain(config)
     assert settings(again) == settings(config)
+
+
+def test_null_in_a_sweep_leaves_its_key_unset(raw_experiment, tmp_path):
+    raw_experiment["sweep"] = {
+        "zip": [
+            {"engine.scheduling_policy": ["fcfs", "sjf"], "engine.length_predictor": [None, "oracle"]},
+            {"engine.preemption_mode": ["recompute", "swap"], "engine.num_swap_blocks": [None, 8]},
+        ],
+        "engine.aging_s": [None],
+        "workload.users": [None, 3],
+    }
+    raw_experiment["report"] = {"y": ["wall_s"], "x": "engine.scheduling_policy"}
+    config = experiment_from_dict(raw_experiment)
+    points = settings(config)
+    assert [s.engine.length_predictor for s in points] == [None, None, "oracle", "oracle"] * 2
+    assert [s.engine.num_swap_blocks for s in points] == [None, 8] * 4
+    assert [s.workload.users for s in points] == [None] * 4 + [3] * 4
+    assert points[0].label == (
+        "aging_s=unset, users=unset, scheduling_policy=fcfs, length_predictor=unset, preemption_mode=recompute, "
+        "num_swap_blocks=unset"
+    )
+    write_config(config, tmp_path / "config.yaml")
+    assert settings(load_experiment(tmp_path / "config.yaml")) == points
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "unset"), (16, "16"), (True, "True"), ("lru", "lru"), ((4, None), "[4, unset]")]
+)
+def test_swept_values_as_people_read_them(value, text):
+    assert shown(value) == text
+
+
+IMPOSSIBLE_SETTINGS = [
+    ({}, {"engine.prefix_cache": ["hash", "none"], "engine.eviction": ["lru", None]},
+     "engine: eviction has no effect with prefix_cache 'none': leave it unset "
+     "(setting prefix_cache=none, eviction=lru)"),
+    ({}, {"engine.scheduling_policy": ["sjf", "fcfs"], "engine.aging_s": [None, 5.0]},
+     "leave it unset (setting scheduling_policy=fcfs, aging_s=5.0)"),
+    ({}, {"engine.allocator": ["paged", "reserve_max"], "engine.prefix_cache": [None, "radix"]},
+     "leave prefix_cache ('radix') unset (setting allocator=reserve_max, prefix_cache=radix)"),
+    ({}, {"engine.batching": ["continuous", "static"], "engine.scheduling_policy": ["sjf", "srpt"]},
+     "use 'sjf' (setting batching=static, scheduling_policy=srpt)"),
+    ({}, {"engine.eviction": ["lru", "belady"]},
+     "`paged-jax replay FILE eviction=belady` (setting eviction=belady)"),
+    ({"engine.eviction": "belady"}, {}, "engine.eviction 'belady' must know the future"),
+    ({"engine.trace_file": "run.jsonl"}, {"engine.block_size": [8, 16]},
+     "engine.trace_file is one file, and an experiment runs many trials"),
+    ({}, {"engine.scheduling_policy": ["fcfs", "priority"]},
+     "engine.scheduling_policy 'priority' has no effect without workload.priorities: set it (setting "),
+    ({"workload.users": 2}, {"engine.victim_policy": ["last_arrived", "lowest_priority"]},
+     "engine.victim_policy 'lowest_priority' has no effect without workload.priorities: set it (setting "),
+    ({"workload.priorities": 2}, {"engine.scheduling_policy": ["priority", "fair"]},
+     "engine.scheduling_policy 'fair' has no effect without workload.users: set it (setting scheduling_policy=fair)"),
+    ({}, {"workload.n": [1, 4, 5]},
+     "workload.n (5) samples of a prompt run at once, more than engine.max_num_seqs (4): lower the one or raise the "
+     "other (setting n=5)"),
+    ({"workload.cache_salts": True}, {"workload.users": [2, None]},
+     "workload: cache_salts keeps the prefixes of users apart, and there is one user: set users, too "
+     "(setting users=unset)"),
+    ({}, {"engine.block_size": [8, None]}, "engine.block_size: input should be a valid integer, got None (setting "),
+    ({}, {"workload.priorities": [1]},
+     "workload.priorities: input should be greater than or equal to 2, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "sweep", "sentence"), IMPOSSIBLE_SETTINGS, ids=[b[2][-50:] for b in IMPOSSIBLE_SETTINGS]
+)
+def test_a_setting_that_cannot_work_is_named(raw_experiment, values, sweep, sentence):
+    raw = {**raw_experiment, "sweep": sweep, "report": {"y": ["wall_s"]}}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        raw[section] = {**raw[section], name: value}
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        experiment_from_dict(raw)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 280
+    assert message.count("(setting ") == sentence.count("(setting ")
+
+
+def test_what_is_wrong_in_every_setting_is_not_blamed_on_one(raw_experiment):
+    raw_experiment["engine"]["max_num_seqs"] = 0
+    with pytest.raises(ValueError, match=r"^engine\.max_num_seqs: .*, got 0$"):
+        experiment_from_dict(raw_experiment)
 
 
 BAD_VALUES = [
