@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.execution.batch import Batch, BatchBuilder
+from paged_jax.execution.batch import Batch, BatchBuilder, num_rows
 from paged_jax.execution.buckets import Bucket, pick_bucket
 from paged_jax.execution.page_moves import PageMoves
 from paged_jax.execution.plan import SchedulerOutput, StepResult, TokenLogprobs
@@ -129,10 +129,7 @@ class JaxExecutor:
         """Start the step; the arrays it is made of are on their way when this returns."""
         self._moves.run(self._pages, plan)
         requests = [*plan.decodes, *(part.request for part in plan.chunks), *(fork.child for fork in plan.forks)]
-        num_seqs = len(plan.decodes) + len(plan.idle) + len(plan.chunks)
-        # forked requests sample, and are admitted, without tokens of their own
-        num_rows = max(num_seqs, len(plan.decodes) + sum(part.samples for part in plan.chunks) + len(plan.forks))
-        bucket = pick_bucket(self._buckets, plan.num_tokens, max(num_rows, len(plan.admitted)))
+        bucket = pick_bucket(self._buckets, plan.num_tokens, num_rows(plan))
         batch, rows = self._builder.build(plan, bucket)
         tokens, logprobs = self._run(bucket, batch)
         return JaxStepHandle(

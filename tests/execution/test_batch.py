@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned_requests import chunk, plan, request
 
-from paged_jax.execution.batch import FROM_SLOT, NO_TOKEN, BatchBuilder
+from paged_jax.execution.batch import FROM_SLOT, NO_TOKEN, BatchBuilder, num_rows
 from paged_jax.execution.buckets import MAX_BANNED_TOKENS, Bucket
 from paged_jax.execution.plan import Fork, PlannedRequest
 from paged_jax.sampling.params import SamplingParams
@@ -123,6 +123,16 @@ def test_logprobs_are_computed_when_somebody_wants_them(wanted):
     assert batch.wants_logprobs.tolist() is (wanted is not None)
     batch, _ = builder().build(plan(chunks=[chunk(requests[1], 0, 1)]), Bucket(4, 4))
     assert batch.wants_logprobs.tolist() is False, "nothing is sampled"
+
+
+def test_rows_hold_sequences_samples_and_new_owners():
+    parent, part, *children = (request([1, 2], slot, [1]) for slot in range(4))
+    decodes, idle = [request([1], 4, [1])], [request([1, 2], slot, [1]) for slot in (5, 6)]
+    chunks, forks = [chunk(parent, 0, 2), chunk(part, 0, 1)], [Fork(parent, child) for child in children]
+    assert num_rows(plan(decodes=decodes, chunks=chunks, idle=idle)) == 5
+    assert num_rows(plan(decodes=decodes, chunks=chunks, forks=forks)) == 4
+    assert num_rows(plan(chunks=chunks, forks=forks)) == 3
+    assert num_rows(plan(chunks=chunks, forks=forks, admitted=[parent, part, *children])) == 4
 
 
 def test_admitted_rows_carry_the_parameters():
