@@ -60,7 +60,8 @@ class PageMoves:
         Interrupted, it leaves pages that are valid arrays, of which nobody knows how far they came.
         """
         # taken first: this plan's swaps to the host may reuse the blocks that its swaps from there give up
-        swapped_in = [self._take(swap) for swap in plan.swap_ins]
+        leaving = {id(swap.request) for swap in plan.swap_outs}  # and may come back at once
+        swapped_in = [None if id(swap.request) in leaving else self._take(swap) for swap in plan.swap_ins]
         for swap in plan.swap_outs:
             self._swap_out(pages, swap)
         for group, copies in enumerate(plan.copies):
@@ -71,7 +72,8 @@ class PageMoves:
             for group, emptied in enumerate(plan.emptied_blocks):
                 targets = {target for _, target in plan.copies[group]} if plan.copies else set()
                 self._poison(pages, group, [b for b in emptied if b not in targets])
-        for swap, pieces in zip(plan.swap_ins, swapped_in, strict=True):
+        for swap, taken in zip(plan.swap_ins, swapped_in, strict=True):
+            pieces = self._take(swap) if taken is None else taken
             for group, blocks in enumerate(swap.device_blocks):
                 here = [jax.device_put(piece, self._device[group]) for piece in pieces[group]]
                 self._scatter(pages, group, blocks, here)
