@@ -493,7 +493,7 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
 def _help() -> str:
     """What `paged-jax --help` prints."""
     summaries = "\n".join(
-        f"  {name:15}{inspect.cleandoc(command.__doc__ or '').partition('\n')[0]}" for name, command in COMMANDS.items()
+        f"  {name:17}{inspect.cleandoc(command.__doc__ or '').partition('\n')[0]}" for name, command in COMMANDS.items()
     )
     return f"""usage: {PROGRAM} COMMAND ...
 
@@ -501,7 +501,7 @@ PagedAttention and continuous batching in JAX: run ablations of an LLM serving e
 
 commands:
 {summaries}
-  {BENCH_KERNELS:15}Time the attention kernels against what else there is.
+  {BENCH_KERNELS:17}Time the attention kernels against what else there is.
 
 options:
   --help    Show this, or `{PROGRAM} COMMAND --help` a command's flags, defaults and examples

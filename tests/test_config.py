@@ -56,7 +56,7 @@ BAD = [
     ({"max_num_batched_tokens": 8}, "max_num_batched_tokens (8) is less than max_num_seqs (16)"),
     ({"prefix_cache": "none", "eviction": "lru"}, "eviction has no effect with prefix_cache 'none'"),
     ({"prefix_cache": "hsah"}, "unknown prefix_cache 'hsah'; did you mean 'hash'? (or give"),
-    ({"victim_policy": "last"}, "unknown victim_policy 'last'; known: last_arrived"),
+    ({"victim_policy": "last"}, "unknown victim_policy 'last'; known: fewest_tokens_lost, last_arrived"),
     ({"scheduling_policy": "package.module:"}, "unknown scheduling_policy 'package.module:'"),
     ({"eviction": ":Class"}, "unknown eviction ':Class'"),
     ({"eviction": ".module:Class"}, "unknown eviction '.module:Class'"),
