@@ -103,8 +103,6 @@ class Scheduler:
         self._take_chunks(prefills, draft)
         if not draft.preempted:
             self._take_waiting(draft)
-        if not (draft.decodes or draft.chunks or draft.preempted):
-            self._preempt_idle_beam(draft)
         if self._prefill_first:
             del draft.decodes[max(0, draft.budget) :]
             draft.budget -= len(draft.decodes)
@@ -329,13 +327,6 @@ class Scheduler:
         if yielding:
             self._preempt_in(draft, self._policies.victims.choose(yielding))
         return bool(yielding)
-
-    def _preempt_idle_beam(self, draft: _Draft) -> None:
-        """Let a beam that waits for the other beams of its search, which wait for its blocks, make room; it has made
-        its offer, which the search keeps."""
-        idle = [r for r in self.running if r.num_computed_tokens == len(r.token_ids)]
-        if idle and self.waiting:
-            self._preempt_in(draft, max(idle, key=lambda request: request.number))
 
     def _preempt_in(self, draft: _Draft, victim: Request) -> None:
         """Preempt a request, which may have had its turn in this step already."""
