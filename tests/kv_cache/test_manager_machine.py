@@ -65,7 +65,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def begin_plan(self) -> None:
         self.scheduled: dict[User, int] = {}
-        self.arrived: set[User] = set()  # in this plan: nobody preempts them in it
+        self.arrived: set[User] = set()  # in this plan
         self.swap_outs: list[SwappedBlocks] = []
         self.swap_ins: list[SwappedBlocks] = []
 
@@ -232,17 +232,23 @@ class ManagerMachine(RuleBasedStateMachine):
             assert (pool.num_cached, len(cache)) == (0, 0)
 
     @precondition(lambda self: self.updating and self.holders)
-    @rule(which=st.integers(0, 99), count=st.integers(1, 2))
-    def fork(self, which: int, count: int) -> None:
-        """After a step, as samples and beams are: they share all that their parent has computed."""
+    @rule(which=st.integers(0, 99), count=st.integers(1, 2), fate=st.sampled_from(["", "extended", "freed", "swapped"]))
+    def fork(self, which: int, count: int, fate: str) -> None:
+        """After a step, as samples and beams are. The last child may have to give way when its copy is planned."""
         parent = self.holders[which % len(self.holders)]
         for _ in range(count):
-            tokens = parent.token_ids[: parent.num_computed_tokens]
-            child = User([*tokens, self.new_token()])
+            child = User([*parent.token_ids[: parent.num_computed_tokens], self.new_token()])
             before = [pool.num_available for pool in self.manager.pools]
             assert self.manager.fork(parent, child)
             assert [pool.num_available for pool in self.manager.pools] == before
             self.holders.append(child)
+        last = len(self.holders) - 1
+        if fate:
+            self.extend(last, 1, pauses=False)
+        if fate == "freed":
+            self.free(last, comes_back=True)
+        elif fate == "swapped":
+            self.swap_out(last)
 
     @precondition(lambda self: self.scheduled)
     @rule()
