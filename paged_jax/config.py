@@ -233,7 +233,7 @@ class EngineConfig(StrictModel):
             if not any(
                 ":" in getattr(self, other) or getattr(self, other) in names for other, names in readers.items()
             ):
-                wanted = " or ".join(f"{other} {name!r}" for other, names in readers.items() for name in names)
+                wanted = " or ".join(f"{other} {' or '.join(map(repr, names))}" for other, names in readers.items())
                 raise ValueError(f"{field} has no effect without {wanted}: leave it unset")
         if self.constant_output_len is not None and self.length_predictor not in (None, "constant"):
             raise ValueError(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paged_jax.config import EngineConfig, StrictModel, nearest, parse
+from paged_jax.config import POLICIES, EngineConfig, StrictModel, nearest, parse
 from paged_jax.engine.policies import load_policy
 from paged_jax.engine.policies.fcfs import FCFSQueue
 
@@ -60,6 +60,81 @@ BAD = [
     ({"scheduling_policy": "package.module:"}, "unknown scheduling_policy 'package.module:'"),
     ({"eviction": ":Class"}, "unknown eviction ':Class'"),
     ({"eviction": ".module:Class"}, "unknown eviction '.module:Class'"),
+    ({"batching": "statik"}, "unknown batching 'statik'; did you mean 'static'?"),
+    ({"allocator": "reserve"}, "unknown allocator 'reserve'; did you mean 'reserve_"),
+    ({"preemption_mode": "swop"}, "unknown preemption_mode 'swop'; did you mean 'swap'?"),
+    ({"length_predictor": "orakle"}, "unknown length_predictor 'orakle'; did you mean 'oracle'?"),
+    ({"budget_order": "decodes"}, "budget_order: input should be 'decode_first' or 'prefill_first', got 'decodes'"),
+    ({"watermark": 1.0}, "watermark: input should be less than 1, got 1.0"),
+    ({"watermark": -0.1}, "watermark: input should be greater than or equal to 0, got -0.1"),
+    ({"max_preemptions": -1}, "max_preemptions: input should be greater than or equal to 0, got -1"),
+    ({"max_logprobs": 1025}, "max_logprobs: input should be less than or equal to 1024, got 1025"),
+    ({"aging_s": 0, "scheduling_policy": "sjf"}, "aging_s: input should be greater than 0, got 0"),
+    ({"fair_quantum": 0, "scheduling_policy": "fair"}, f"fair_quantum: {AT_LEAST_ONE}, got 0"),
+    ({"constant_output_len": 0, "scheduling_policy": "sjf"}, f"constant_output_len: {AT_LEAST_ONE}, got 0"),
+    ({"num_swap_blocks": -1, "preemption_mode": "swap"}, "num_swap_blocks: input should be greater than or equal to 0"),
+    ({"trace_file": 3}, "trace_file: input should be a valid string, got 3"),
+]  # fmt: skip
+
+RESERVATIONS = ("reserve_max", "reserve_pow2", "reserve_oracle")
+
+# pairs that cannot work, and settings that nobody reads
+REFUSED = [
+    *(({"allocator": allocator, "prefix_cache": cache},
+       f"allocator '{allocator}' gives each request one contiguous run of blocks, which nobody else can share: leave "
+       f"prefix_cache ('{cache}') unset")
+      for allocator in RESERVATIONS for cache in ("hash", "radix", "package.module:Class")),
+    *(({"allocator": allocator, "eviction": "lru"}, "eviction has no effect with prefix_cache 'none': leave it unset")
+      for allocator in RESERVATIONS),
+    *(({"allocator": allocator, "watermark": 0.1}, f"watermark has no effect with allocator '{allocator}'")
+      for allocator in RESERVATIONS),
+    *(({"scheduling_policy": "longest_prefix_match", **without},
+       "scheduling_policy 'longest_prefix_match' asks the prefix cache, and there is none")
+      for without in ({"prefix_cache": "none"}, {"allocator": "reserve_max"})),
+    *(({"scheduling_policy": policy, "aging_s": 5.0},
+       "aging_s has no effect without scheduling_policy 'priority' or 'sjf' or 'srpt' or 'longest_prefix_match': leave")
+      for policy in ("fcfs", "fair")),
+    *(({"scheduling_policy": policy, "fair_quantum": 64},
+       "fair_quantum has no effect without scheduling_policy 'fair': leave it unset")
+      for policy in ("fcfs", "priority", "sjf", "srpt", "longest_prefix_match")),
+    *(({"scheduling_policy": policy, name: value},
+       f"{name} has no effect without scheduling_policy 'sjf' or 'srpt' or 'fair' or victim_policy 'longest_remaining': "
+       "leave it unset")
+      for policy in ("fcfs", "priority", "longest_prefix_match")
+      for name, value in (("length_predictor", "oracle"), ("constant_output_len", 9))),
+    *(({"scheduling_policy": "sjf", "length_predictor": predictor, "constant_output_len": 9},
+       f"constant_output_len has no effect with length_predictor '{predictor}': leave it unset")
+      for predictor in ("oracle", "prompt_length", "package.module:Class")),
+    *(({"preemption_mode": "recompute", name: 9},
+       f"{name} has no effect without preemption_mode 'swap' or 'auto': leave it unset")
+      for name in ("num_swap_blocks", "swap_space")),
+    *(({"preemption_mode": mode, "swap_block_cost": 2.0},
+       "swap_block_cost has no effect without preemption_mode 'auto': leave it unset")
+      for mode in ("recompute", "swap")),
+    ({"preemption_mode": "swap", "num_swap_blocks": 9, "swap_space": 9},
+     "num_swap_blocks and swap_space both set the size of host memory: give one of them"),
+    ({"batching": "static", "scheduling_policy": "srpt"},
+     "scheduling_policy 'srpt' takes places of requests that run, and batching 'static' fixes a batch until it is "
+     "done: use 'sjf'"),
+]  # fmt: skip
+
+ACCEPTED = [
+    *({"allocator": allocator, "prefix_cache": cache} for allocator in RESERVATIONS for cache in (None, "none")),
+    *({"scheduling_policy": policy, "aging_s": 5}
+      for policy in ("priority", "sjf", "srpt", "longest_prefix_match", "package.module:Class")),
+    *({"scheduling_policy": policy, "fair_quantum": 64} for policy in ("fair", "package.module:Class")),
+    *({"scheduling_policy": policy, "length_predictor": "oracle"} for policy in ("sjf", "srpt", "fair")),
+    *({"scheduling_policy": policy, "constant_output_len": 9, "length_predictor": predictor}
+      for policy in ("sjf", "srpt", "fair") for predictor in (None, "constant")),
+    {"victim_policy": "longest_remaining", "length_predictor": "prompt_length"},
+    {"victim_policy": "package.module:Class", "constant_output_len": 9},
+    *({"preemption_mode": mode, name: 0} for mode in ("swap", "auto", "package.module:Class")
+      for name in ("num_swap_blocks", "swap_space")),
+    *({"preemption_mode": mode, "swap_block_cost": 0} for mode in ("auto", "package.module:Class")),
+    *({"prefix_cache": cache, "eviction": eviction} for cache in (None, "hash", "radix", "package.module:Class")
+      for eviction in ("lru", "lfu", "fifo", "cost", "belady")),
+    *({"batching": "static", "scheduling_policy": policy} for policy in ("fcfs", "priority", "sjf", "fair")),
+    {"allocator": "reserve_max", "preemption_mode": "swap", "num_swap_blocks": 9},
 ]  # fmt: skip
 
 
@@ -71,6 +146,37 @@ def test_bad_values_are_one_sentence(values: dict[str, object], sentence: str) -
     assert "\n" not in message
     assert "pydantic" not in message
     assert message.count(", got ") <= 1, "one problem is told more than once"
+
+
+@pytest.mark.parametrize(("values", "sentence"), REFUSED, ids=str)
+def test_settings_that_cannot_work_together_are_one_sentence_with_the_remedy(
+    values: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}") as caught:
+        parse(EngineConfig, values)
+    assert "\n" not in str(caught.value)
+    assert re.search(r": (leave|choose|give|use) ", str(caught.value)), "what can be done about it is not said"
+
+
+@pytest.mark.parametrize("values", ACCEPTED, ids=str)
+def test_settings_that_work_together_are_taken(values: dict[str, object]) -> None:
+    config = parse(EngineConfig, values)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_every_policy_of_the_table_exists() -> None:
+    for field, names in POLICIES.items():
+        for name in names:
+            assert isinstance(load_policy(field, name), type)
+
+
+@pytest.mark.parametrize(
+    ("values", "cache"),
+    [({}, "hash"), ({"prefix_cache": "radix"}, "radix"), *(({"allocator": a}, "none") for a in RESERVATIONS)],
+    ids=str,
+)
+def test_an_unset_prefix_cache_is_what_the_allocator_can_have(values: dict[str, object], cache: str) -> None:
+    assert EngineConfig(**values).prefix_cache_name == cache
 
 
 def test_path_inside_a_file_is_put_before_the_key() -> None:
