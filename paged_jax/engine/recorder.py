@@ -144,14 +144,18 @@ class Recorder:
     def result(self, plan: SchedulerOutput, result: StepResult) -> None:
         """The step is done, and nothing of it is booked yet."""
         self.record("result", padded=result.num_padded_tokens)
+        now, write, checks = self._now(), self._sink.write, self._checks
         rows = [*plan.decodes, *(part.request for part in plan.chunks), *(fork.child for fork in plan.forks)]
         logprobs = result.logprobs or [None] * len(rows)
         for request, tokens, entry in zip(rows, result.token_ids, logprobs, strict=True):
-            if tokens and not request.is_finished:
-                answer = {"tokens": tokens} if request.beam_search is None else {"top": entry.top}
-                before = self._checks.get(request) or zlib.crc32(encode(request.prompt_token_ids).encode())
-                check = self._checks[request] = zlib.crc32(encode(answer).encode(), before)
-                self.record("token", request, n=request.num_output_tokens, **answer, check=check)
+            if not tokens or request.is_finished:
+                continue
+            key, answer = ("tokens", tokens) if request.beam_search is None else ("top", entry.top)
+            before = checks.get(request) or zlib.crc32(encode(request.prompt_token_ids).encode())
+            check = checks[request] = zlib.crc32(encode(answer).encode(), before)
+            n = request.num_output_tokens
+            place = {"event": "token", "t": now, "id": _name(request)}
+            write({**place, "n": n, key: answer, "check": check} if n else {**place, key: answer, "check": check})
 
     def flush(self, *, idle: bool) -> None:
         """A good moment to write to the disk; `idle`: nothing is left to do."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_encoder = json.JSONEncoder(separators=(",", ":"))
 _MAX_BUFFERED = 4096
 """Lines kept in memory while the engine is busy."""
 
@@ -22,9 +23,9 @@ def check_trace_file(path: str) -> None:
         raise ValueError(f"trace_file {path!r} cannot be written: directory {str(folder)!r} does not let you")
 
 
-def encode(event: Mapping[str, Any]) -> str:
-    """An event as it stands in the file, without the newline."""
-    return json.dumps(event, separators=(",", ":"))
+def encode(event: Any) -> str:
+    """An event, or a part of one, as it stands in the file, without the newline."""
+    return _encoder.encode(event)
 
 
 class TraceFile:
