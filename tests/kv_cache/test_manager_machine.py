@@ -286,6 +286,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for group, weight in enumerate(self.weights):
             filled = self.devices[group].filled(self.holders)
             used = {b for user in self.holders for b in user.block_tables[group].block_ids if b}
+            assert manager._copies[group].keys() <= used, "a copy is planned into a block that nobody holds"
             tokens += weight * len(filled)
             in_use += weight * len(used) * size
             known = {b for b in range(1, manager.spec.num_blocks + 1) if b in manager.caches[group]}
