@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """
 
     token_ids: np.ndarray
-    """int32 [T]; FROM_SLOT for the newest token of each request that reaches it."""
+    """int32 [T]; FROM_SLOT for a newest token that the device has sampled itself."""
     token_slots: np.ndarray
     """int32 [T]: slot of each token's request."""
     positions: np.ndarray
