@@ -172,3 +172,13 @@ def test_check_integrity_finds_what_is_wrong(spoil: Callable[[KVCacheManager, Us
     spoil(manager, user)
     with pytest.raises(AssertionError, match=sentence):
         manager.check_integrity([user], [])
+
+
+def test_a_request_that_comes_back_is_looked_up_again_even_if_the_cache_is_the_same() -> None:
+    manager = make(8)
+    assert compute(manager, User(list(range(12))))
+    user = User(list(range(5)))
+    assert compute(manager, user)
+    assert grow(manager, user, 5, 6, 7, 8)  # all cached already
+    manager.free(user)
+    assert manager.num_cached_tokens(user) == 8
