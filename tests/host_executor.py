@@ -197,6 +197,8 @@ class HostExecutor:
 
     def _move_blocks(self, plan: SchedulerOutput) -> None:
         """In the order that the contract gives."""
+        moved = [host for swap in plan.swap_outs for host in swap.host_blocks[0]]
+        assert len(set(moved)) == len(moved), "two blocks are swapped out to one"
         for swap in plan.swap_outs:
             for group, (blocks, hosts) in enumerate(zip(swap.device_blocks, swap.host_blocks, strict=True)):
                 for block, host in zip(blocks, hosts, strict=True):

@@ -77,8 +77,9 @@ class Expectation:
         assert request.slot is None
         assert not request.block_tables
         assert not request.host_blocks
-        metrics = request.metrics
-        assert len(metrics.token_times) == request.num_output_tokens or request.beam_search is not None
+        if request.beam_search is None:
+            assert len(request.metrics.token_times) == request.num_output_tokens
+            self._check_logprobs(request)
         if request.finish_reason == "abort":
             self._check_beginning(request)
         elif self.outputs:
@@ -89,6 +90,19 @@ class Expectation:
             assert [(h.token_ids, h.finish_reason) for h in best] == [beam[:2] for beam in self.beams]
             for hypothesis, (*_, score) in zip(best, self.beams, strict=True):
                 assert abs(hypothesis.score(penalty) - score) < 1e-9 * max(1, abs(score))
+
+    def _check_logprobs(self, request: Request) -> None:
+        """Each output token has its own, and those of the most likely ones there."""
+        wanted = request.sampling_params.logprobs
+        if wanted is None:
+            assert request.logprobs is None
+            return
+        assert len(request.logprobs) == request.num_output_tokens
+        for position, entry in enumerate(request.logprobs, start=request.num_prompt_tokens):
+            ranked = beam_logprobs(tuple(request.token_ids[:position]))
+            token = request.token_ids[position]
+            assert (token, entry.logprob) == ranked[entry.rank - 1]
+            assert entry.top == ranked[:wanted]
 
     def check_unchanged(self) -> None:
         """Nothing has been added to those samples that have ended."""

@@ -80,6 +80,7 @@ class PolicyMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         n=st.sampled_from([1, 1, 2, 3]),
         seed=st.integers(0, 3),
+        logprobs=st.sampled_from([None, None, 0, 2]),
         priority=st.integers(-1, 2),
         user=st.sampled_from(["", "a", "b"]),
         cache_salt=st.sampled_from(["", "", "salt"]),
@@ -95,12 +96,14 @@ class PolicyMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         n: int,
         seed: int,
+        logprobs: int | None,
         **fields: object,
     ) -> None:
         prompt = (*stem[:stem_length], *tail)[: self.engine.max_request_len - 1] or (1,)
         params = SamplingParams(
             n=n,
             seed=seed,
+            logprobs=logprobs,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens or min_tokens),
             stop_token_ids=stop_token_ids,
@@ -202,7 +205,7 @@ def busy_run(row: Row, pool_tokens: int) -> Counts:
     longest = engine.max_request_len
     for wave, stem in enumerate(STEMS):
         for n, length in ((2, 13), (3, 7)):
-            params = SamplingParams(n=n, seed=wave, max_tokens=8, ignore_eos=True)
+            params = SamplingParams(n=n, seed=wave, max_tokens=8, ignore_eos=True, logprobs=1)
             watcher.add(stem[: min(length, longest - 1)], params, priority=1)
         watcher.add(stem[: min(10, longest - 1)], BeamSearchParams(beam_width=2, max_tokens=5))
         for index, length in enumerate((9, 14, 17, 6, 17)):
