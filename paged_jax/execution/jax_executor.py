@@ -121,7 +121,8 @@ class JaxExecutor:
         self._moves = PageMoves(
             self._pages,
             blocks_per_layer=1 + num_blocks,
-            usual_blocks=max(max_num_seqs, num_swap_blocks),  # most requests copy one block at a time
+            # a whole block table moves at once; copies, of a block of some requests, are few
+            largest=self._builder.table_width if num_swap_blocks else min(max_num_seqs, 16),
             debug=debug,
         )
 

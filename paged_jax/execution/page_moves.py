@@ -13,9 +13,8 @@ from paged_jax.execution.plan import SchedulerOutput, Swap
 from paged_jax.execution.programs import Programs
 from pallas_kernels.kv_pages import gather_pages, scatter_pages
 
-MAX_PIECE = 64
-"""Blocks that one program moves at most. What is moved is cut into powers of four up to it, so that a few programs move
-any number of blocks and nothing is padded, on the device or on the host."""
+POISON_PIECE = 64
+"""Blocks that are poisoned at a time."""
 
 type Kind = Literal["gather", "scatter", "poison"]
 
@@ -34,14 +33,14 @@ class PageMoves:
     Pages are donated to all programs that write to them.
     """
 
-    def __init__(self, pages: Sequence[jax.Array], *, blocks_per_layer: int, usual_blocks: int, debug: bool) -> None:
-        """`usual_blocks`: more are moved in several pieces, however many they are; `debug` poisons emptied blocks."""
+    def __init__(self, pages: Sequence[jax.Array], *, blocks_per_layer: int, largest: int, debug: bool) -> None:
+        """Up to `largest` blocks move in one gather and one scatter; `debug` poisons emptied blocks."""
         self._shapes = [jax.ShapeDtypeStruct(group.shape, group.dtype) for group in pages]
         self._device = [group.sharding for group in pages]
         self._host = [group.sharding.with_memory_kind(_host_memory(group)) for group in pages]
         self._swapped: list[dict[tuple[int, ...], list[jax.Array]]] = [{} for _ in pages]
         self._blocks_per_layer = blocks_per_layer
-        self._sizes = [4**i for i in range(8) if 4**i <= min(usual_blocks, MAX_PIECE)]
+        self._sizes = [2**i for i in range((largest - 1).bit_length() + 1)]
         self._debug = debug
         self.programs = Programs(self._lower)
 
@@ -51,7 +50,7 @@ class PageMoves:
         for group in range(len(self._shapes)):
             moves += [Move("gather", group, size) for size in self._sizes]
             moves += [Move("scatter", group, size) for size in self._sizes]
-            moves += [Move("poison", group, MAX_PIECE)] if self._debug else []
+            moves += [Move("poison", group, POISON_PIECE)] if self._debug else []
         self.programs.compile(moves)
 
     def run(self, pages: list[jax.Array], plan: SchedulerOutput) -> None:
@@ -59,9 +58,6 @@ class PageMoves:
 
         Interrupted, it leaves pages that are valid arrays, of which nobody knows how far they came.
         """
-        # taken first: this plan's swaps to the host may reuse the blocks that its swaps from there give up
-        leaving = {id(swap.request) for swap in plan.swap_outs}  # and may come back at once
-        swapped_in = [None if id(swap.request) in leaving else self._take(swap) for swap in plan.swap_ins]
         for swap in plan.swap_outs:
             self._swap_out(pages, swap)
         for group, copies in enumerate(plan.copies):
@@ -72,11 +68,8 @@ class PageMoves:
             for group, emptied in enumerate(plan.emptied_blocks):
                 targets = {target for _, target in plan.copies[group]} if plan.copies else set()
                 self._poison(pages, group, [b for b in emptied if b not in targets])
-        for swap, taken in zip(plan.swap_ins, swapped_in, strict=True):
-            pieces = self._take(swap) if taken is None else taken
-            for group, blocks in enumerate(swap.device_blocks):
-                here = [jax.device_put(piece, self._device[group]) for piece in pieces[group]]
-                self._scatter(pages, group, blocks, here)
+        for swap in plan.swap_ins:
+            self._swap_in(pages, swap)
 
     def _swap_out(self, pages: Sequence[jax.Array], swap: Swap) -> None:
         for group, (blocks, host_blocks) in enumerate(zip(swap.device_blocks, swap.host_blocks, strict=True)):
@@ -87,9 +80,10 @@ class PageMoves:
             if host_blocks:
                 self._swapped[group][host_blocks] = pieces
 
-    def _take(self, swap: Swap) -> list[list[jax.Array]]:
-        """The pieces of a swapped request, per cache group; the host holds them no longer."""
-        return [self._swapped[group].pop(ids) if ids else [] for group, ids in enumerate(swap.host_blocks)]
+    def _swap_in(self, pages: list[jax.Array], swap: Swap) -> None:
+        for group, (blocks, host_blocks) in enumerate(zip(swap.device_blocks, swap.host_blocks, strict=True)):
+            pieces = self._swapped[group].pop(host_blocks) if host_blocks else []
+            self._scatter(pages, group, blocks, [jax.device_put(piece, self._device[group]) for piece in pieces])
 
     def _gather(self, pages: Sequence[jax.Array], group: int, blocks: Sequence[int]) -> list[jax.Array]:
         """Read blocks of all layers, in pieces."""
@@ -102,19 +96,19 @@ class PageMoves:
 
     def _poison(self, pages: list[jax.Array], group: int, blocks: Sequence[int]) -> None:
         """Fill blocks that hold nothing with NaN, so that a read of one cannot go unseen."""
-        for first in range(0, len(blocks), MAX_PIECE):
-            padded = np.zeros(MAX_PIECE, np.int32)  # the null block may be poisoned too: nobody reads it
-            piece = blocks[first : first + MAX_PIECE]
-            padded[: len(piece)] = piece
-            pages[group] = self._program("poison", group, padded)(pages[group], padded)
+        for first in range(0, len(blocks), POISON_PIECE):
+            ids = _padded(blocks[first : first + POISON_PIECE], POISON_PIECE)
+            pages[group] = self._program("poison", group, ids)(pages[group], ids)
 
     def _cut(self, blocks: Sequence[int]) -> Iterator[np.ndarray]:
-        """The block ids in pieces, the largest first: the same cut for the same number of blocks."""
-        start = 0
-        while start < len(blocks):
-            size = max(size for size in self._sizes if size <= len(blocks) - start)
-            yield np.asarray(blocks[start : start + size], np.int32)
-            start += size
+        """The block ids in as few pieces as there are programs for: the same cut for the same number of blocks.
+
+        Each is padded to a power of two, so that a few programs move any number of blocks; host memory as well.
+        """
+        largest = self._sizes[-1]
+        for first in range(0, len(blocks), largest):
+            piece = blocks[first : first + largest]
+            yield _padded(piece, next(size for size in self._sizes if size >= len(piece)))
 
     def _program(self, kind: Kind, group: int, ids: np.ndarray) -> jax.stages.Compiled:
         return self.programs[Move(kind, group, len(ids))]
@@ -128,6 +122,13 @@ class PageMoves:
             return jax.jit(partial(_poison, blocks_per_layer=layers), donate_argnums=0).lower(pages, ids)
         blocks = jax.ShapeDtypeStruct((pages.shape[0] // layers, *ids.shape, *pages.shape[1:]), pages.dtype)
         return jax.jit(partial(scatter_pages, blocks_per_layer=layers), donate_argnums=0).lower(pages, ids, blocks)
+
+
+def _padded(block_ids: Sequence[int], size: int) -> np.ndarray:
+    """The ids and then the null block's, which anything may be written to: nobody reads it."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return padded
 
 
 def _poison(
