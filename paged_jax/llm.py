@@ -14,6 +14,7 @@ from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, DEFAULT_SWAP_SPACE, En
 from paged_jax.engine.clock import Clock, WallClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
+from paged_jax.engine.trace_file import check_trace_file
 from paged_jax.execution.buckets import make_buckets
 from paged_jax.execution.jax_executor import JaxExecutor, bytes_per_block
 from paged_jax.models.decoder import Decoder, stack_layers
@@ -38,6 +39,8 @@ class EngineFactory:
 
     def __call__(self, config: EngineConfig, *, clock: Clock | None = None) -> Engine:
         """An engine with a KV cache of its own. Raises ValueError for settings that this model cannot have."""
+        if config.trace_file is not None:
+            check_trace_file(config.trace_file)  # before the weights are loaded
         backend = jax.default_backend()
         attention = None if config.attention_implementation == "auto" else config.attention_implementation
         if attention in KERNELS and page_backend(attention) != backend and not config.attention_interpret:

@@ -17,7 +17,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # every array argument of these packages is checked against its annotated shape and dtype
 install_import_hook(
-    ["pallas_kernels", "paged_jax.models", "paged_jax.sampling.sampler", "paged_jax.sampling.state"],
+    [
+        "pallas_kernels",
+        "paged_jax.models",
+        "paged_jax.sampling.logprobs",
+        "paged_jax.sampling.sampler",
+        "paged_jax.sampling.state",
+    ],
     "beartype.beartype",
 )
 

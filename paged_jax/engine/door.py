@@ -69,7 +69,8 @@ class Door:
                 f"{width} samples or beams of a prompt run at once, more than max_num_seqs "
                 f"({self.config.max_num_seqs}): ask for fewer, or raise max_num_seqs"
             )
-        if params.logprobs is not None and params.logprobs > min(self.config.max_logprobs, self.vocab_size):
+        most = min(self.config.max_logprobs, self.vocab_size)
+        if params.logprobs is not None and (params.logprobs > most or not most):
             raise ValueError(
                 f"logprobs ({params.logprobs}) is more than max_logprobs ({self.config.max_logprobs}) or the "
                 f"vocabulary ({self.vocab_size}): ask for fewer, or raise max_logprobs"
