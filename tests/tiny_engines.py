@@ -16,6 +16,7 @@ import pytest
 from dense_reference import DenseReference
 from host_executor import VOCAB_SIZE, drain, host_engine, tokens_alone
 
+from paged_jax.checkpoints.tokenizer import Tokenizer
 from paged_jax.config import EngineConfig
 from paged_jax.engine.clock import VirtualClock
 from paged_jax.engine.engine import Engine
@@ -94,6 +95,23 @@ def run(engine: Engine, *requests: tuple[Sequence[int], SamplingParams]) -> list
     added = [engine.add_request(f"run-{count + i}", *request) for i, request in enumerate(requests)]
     drain(engine)
     return added
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities from float64 scores, row by row."""
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def check_logprobs(request: Request, expected: np.ndarray) -> None:
+    """Of a request: each token's own, its rank and the most likely ones, from those of the whole vocabulary."""
+    assert len(request.logprobs) == request.num_output_tokens
+    for token, entry, wanted in zip(request.output_token_ids, request.logprobs, expected, strict=True):
+        assert abs(entry.logprob - wanted[token]) < 1e-4
+        assert entry.rank == 1 + int((wanted > wanted[token]).sum())
+        assert len(entry.top) == request.sampling_params.logprobs
+        best = np.sort(wanted)[::-1][: len(entry.top)]
+        np.testing.assert_allclose([logprob for _, logprob in entry.top], best, rtol=0, atol=1e-4)
+        np.testing.assert_allclose([wanted[t] for t, _ in entry.top], best, rtol=0, atol=1e-4)
 
 
 @dataclass
@@ -198,6 +216,7 @@ def tiny_engine(tiny_executor: Callable[..., JaxExecutor]) -> MakeEngine:
         eos_token_ids: Sequence[int] = (),
         on_submit: Callable[[SchedulerOutput], None] | None = None,
         windows: Windows = "full",
+        tokenizer: Tokenizer | None = None,
         **fields: object,
     ) -> Engine:
         config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": MAX_LEN, **fields})
@@ -206,7 +225,7 @@ def tiny_engine(tiny_executor: Callable[..., JaxExecutor]) -> MakeEngine:
             config,
             PoolView(executor, num_blocks or executor.num_blocks, config.num_swap_blocks or 0, on_submit),
             clock=VirtualClock(),
-            tokenizer=None,
+            tokenizer=tokenizer,
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=eos_token_ids,
