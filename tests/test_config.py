@@ -98,8 +98,8 @@ REFUSED = [
        "fair_quantum has no effect without scheduling_policy 'fair': leave it unset")
       for policy in ("fcfs", "priority", "sjf", "srpt", "longest_prefix_match")),
     *(({"scheduling_policy": policy, name: value},
-       f"{name} has no effect without scheduling_policy 'sjf' or 'srpt' or 'fair' or victim_policy 'longest_remaining': "
-       "leave it unset")
+       f"{name} has no effect without scheduling_policy 'sjf' or 'srpt' or 'fair' or victim_policy "
+       "'longest_remaining': leave it unset")
       for policy in ("fcfs", "priority", "longest_prefix_match")
       for name, value in (("length_predictor", "oracle"), ("constant_output_len", 9))),
     *(({"scheduling_policy": "sjf", "length_predictor": predictor, "constant_output_len": 9},

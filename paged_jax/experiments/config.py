@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from paged_jax.config import EngineConfig, StrictModel, nearest, parse
 from paged_jax.experiments.compatibility import check_together
 from paged_jax.experiments.report_spec import Name, Report
-from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, same, swept_keys
+from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, repeats, same, swept_keys
 from paged_jax.experiments.workloads import WORKLOADS, LognormalWorkload, PromptsWorkload, SharedPrefixWorkload
 from paged_jax.experiments.yaml_values import apply_override, read_yaml, with_tuples
 
@@ -45,6 +45,11 @@ class ExperimentConfig(StrictModel):
             raise ValueError(f"report.x is {x!r}, which is not a swept key{hint}")
         if self.report.figures and not swept:
             raise ValueError("report.figures are drawn over a swept key, but nothing is swept: leave them out")
+        if self.x is not None and repeats(swept[self.x]):
+            raise ValueError(
+                f"report.x is {self.x!r}, whose values {list(swept[self.x])!r} repeat: choose a key whose values tell "
+                "the settings of its sweep.zip group apart"
+            )
         if baseline is not None:
             if not swept:
                 raise ValueError("report.baseline compares settings, but nothing is swept: leave it out")
@@ -62,6 +67,16 @@ class ExperimentConfig(StrictModel):
     def series_keys(self) -> tuple[str, ...]:
         """Swept keys that do not move together with x: each combination of their values is a series."""
         return tuple(key for axis in axes_of(self.sweep) if self.x not in axis for key in axis)
+
+    @property
+    def legend_keys(self) -> tuple[str, ...]:
+        """Enough of `series_keys` to tell the series apart: of each axis one key, if its values differ."""
+        keys: list[str] = []
+        for axis in axes_of(self.sweep):
+            if self.x not in axis:
+                alone = [key for key, values in axis.items() if not repeats(values)]
+                keys += alone[:1] or list(axis)
+        return tuple(keys)
 
 
 @dataclass(frozen=True)
@@ -114,12 +129,10 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     raw = with_tuples(raw)
     sweep = {} if raw.get("sweep") is None else raw["sweep"]
     known = _known_paths(_workload_model(raw))
-    for key, values in swept_keys(sweep).items():
+    for key in swept_keys(sweep):
         _check_swept_key(key, known)
         if _get(raw, key) is not _ABSENT:
             raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
-        if len(values) != sum(not any(same(v, w) for w in values[:i]) for i, v in enumerate(values)):
-            raise ValueError(f"sweep.{key} {list(values)!r} repeats a value: use repeats to run a setting again")
     for key in raw:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")

@@ -16,12 +16,15 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from paged_jax.experiments.config import ExperimentConfig
 from paged_jax.experiments.metrics import KV_SHARES, METRICS
 from paged_jax.experiments.summary import SettingSummary
-from paged_jax.experiments.sweep import shown
+from paged_jax.experiments.sweep import label_of, shown
 
 _WIDTH_IN = 3.3
 _PANEL_HEIGHT_IN = 2.1
 _LETTERS_IN_A_ROW = 45
 """So many letters fit below an axis."""
+_LETTERS_IN_A_LEGEND = 20
+"""So many fit into one of two columns."""
+_LEGEND_ROW_IN = 0.15
 _COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -84,12 +87,16 @@ def draw(config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: 
     for summary in summaries:
         key = tuple(summary.setting.values[k] for k in config.series_keys)
         series.setdefault(key, []).append(summary)
+    rows = 0
     for panel, ax in zip(panels, axes, strict=True):
         if set(panel) <= set(KV_SHARES) and len(panel) > 1 and len(series) == 1:
             _stacked_bars(config, summaries, panel, ax)
         else:
             _lines(config, series, panel, ax)
+        if len(ax.get_legend_handles_labels()[1]) > 1:
+            rows += _legend(ax)
     axes[-1].set_xlabel(_axis_name(config.x or ""))
+    figure.set_figheight(_PANEL_HEIGHT_IN * len(panels) + _LEGEND_ROW_IN * max(0, rows - 2 * len(panels)))
     return figure
 
 
@@ -109,7 +116,8 @@ def _lines(
     shared = labels[0] if len(panel) == 1 else _common_words(labels)
     for i, ((name, key), row) in enumerate(estimates.items()):
         words = [METRICS[name].label.removeprefix(shared).strip()] if len(panel) > 1 else []
-        words += [f"{k.rpartition('.')[2]}={shown(v)}" for k, v in zip(config.series_keys, key, strict=True)]
+        values = dict(zip(config.series_keys, key, strict=True))
+        words += [label_of({k: values[k] for k in config.legend_keys})] if values else []
         ax.errorbar(
             [place[s.setting.values[config.x or ""]] for s in series[key]],
             [e.mean * factor for e in row],
@@ -128,8 +136,6 @@ def _lines(
     ax.set_ylabel(f"{label} ({unit})" if unit else label)
     if all(e.mean >= 0 for row in estimates.values() for e in row):
         ax.set_ylim(bottom=0)
-    if len(estimates) > 1:
-        _legend(ax, len(estimates))
 
 
 def _stacked_bars(
@@ -157,19 +163,21 @@ def _stacked_bars(
     ax.grid(False, axis="x")
     ax.set_ylim(0, 100)
     ax.set_ylabel("KV pool (%)")
-    _legend(ax, len(panel))
 
 
-def _legend(ax: Axes, entries: int) -> None:
-    """Above the axes, where it hides no data."""
+def _legend(ax: Axes) -> int:
+    """Above the axes, where it hides no data, in one column where the words are long; returns its rows."""
+    words = ax.get_legend_handles_labels()[1]
+    columns = 2 if max(map(len, words)) <= _LETTERS_IN_A_LEGEND else 1
     ax.legend(
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
-        ncols=min(2, entries),
+        ncols=columns,
         frameon=False,
         handlelength=2.6,
         columnspacing=1.2,
     )
+    return -(-len(words) // columns)
 
 
 def _place_x(xs: Sequence[Any], ax: Axes) -> dict[Any, float]:

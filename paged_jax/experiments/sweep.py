@@ -14,7 +14,7 @@ as well.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -37,6 +37,10 @@ def axes_of(sweep: Any) -> list[dict[str, tuple[Any, ...]]]:
         if len({len(values) for values in axis.values()}) != 1:
             lengths = ", ".join(f"{key} has {len(values)}" for key, values in axis.items())
             raise ValueError(f"keys of one sweep.zip group need equally many values, but {lengths}")
+        if repeats(list(zip(*axis.values(), strict=True))):
+            rows = " and ".join(f"sweep.{key} {list(values)!r}" for key, values in axis.items())
+            value = "a value" if len(axis) == 1 else "a row of values"
+            raise ValueError(f"{rows} repeats {value}: use repeats to run a setting again")
     return axes
 
 
@@ -86,6 +90,13 @@ def label_of(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in point.items()) or "all"
 
 
+def repeats(values: Sequence[Any]) -> bool:
+    """Whether any value is there twice."""
+    return any(same(v, w) for i, v in enumerate(values) for w in values[:i])
+
+
 def same(a: Any, b: Any) -> bool:
-    """Equality that tells True from 1 but not 16 from 16.0."""
+    """Equality that tells True from 1 but not 16 from 16.0, also inside of tuples."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and a == b

@@ -84,7 +84,10 @@ def test_a_required_key_may_be_swept_and_the_written_config_reads_back(raw_exper
 def test_null_in_a_sweep_leaves_its_key_unset(raw_experiment, tmp_path):
     raw_experiment["sweep"] = {
         "zip": [
-            {"engine.scheduling_policy": ["fcfs", "sjf"], "engine.length_predictor": [None, "oracle"]},
+            {
+                "engine.scheduling_policy": ["fcfs", "sjf", "srpt"],
+                "engine.length_predictor": [None, "oracle", "oracle"],
+            },
             {"engine.preemption_mode": ["recompute", "swap"], "engine.num_swap_blocks": [None, 8]},
         ],
         "engine.aging_s": [None],
@@ -93,9 +96,9 @@ def test_null_in_a_sweep_leaves_its_key_unset(raw_experiment, tmp_path):
     raw_experiment["report"] = {"y": ["wall_s"], "x": "engine.scheduling_policy"}
     config = experiment_from_dict(raw_experiment)
     points = settings(config)
-    assert [s.engine.length_predictor for s in points] == [None, None, "oracle", "oracle"] * 2
-    assert [s.engine.num_swap_blocks for s in points] == [None, 8] * 4
-    assert [s.workload.users for s in points] == [None] * 4 + [3] * 4
+    assert [s.engine.length_predictor for s in points] == [None, None, "oracle", "oracle", "oracle", "oracle"] * 2
+    assert [s.engine.num_swap_blocks for s in points] == [None, 8] * 6
+    assert [s.workload.users for s in points] == [None] * 6 + [3] * 6
     assert points[0].label == (
         "aging_s=unset, users=unset, scheduling_policy=fcfs, length_predictor=unset, preemption_mode=recompute, "
         "num_swap_blocks=unset"
@@ -193,6 +196,13 @@ BAD_VALUES = [
     ({"sweep": {"engine.block_size": []}},
      "sweep.engine.block_size must be a list with at least one value"),
     ({"sweep": {"engine.block_size": [16, 16]}}, "sweep.engine.block_size [16, 16] repeats a value"),
+    ({"sweep": {"engine.token_buckets": [[8, 512], [8, 512]]}},
+     "sweep.engine.token_buckets [(8, 512), (8, 512)] repeats a value"),
+    ({"sweep": {"zip": [{"engine.block_size": [4, 8, 4], "engine.num_blocks": [8, 9, 8]}]}},
+     "sweep.engine.block_size [4, 8, 4] and sweep.engine.num_blocks [8, 9, 8] repeats a row of values"),
+    ({"engine": {}, "sweep": {"zip": [{"engine.block_size": [4, 4], "engine.num_blocks": [99, 98]}]},
+      "report": {"y": ["wall_s"]}},
+     "report.x is 'engine.block_size', whose values [4, 4] repeat: choose a key whose values tell the settings"),
     ({"sweep": [1]}, "sweep must map keys to lists"),
     ({"sweep": {"zip": {"engine.block_size": [4]}}}, "sweep.zip must be a list of groups"),
     ({"sweep": {"zip": [{"engine.block_size": [4, 8], "engine.num_blocks": [9]}]}},

@@ -2,7 +2,7 @@ import pytest
 from matplotlib import rcParams
 
 from paged_jax.experiments.config import experiment_from_dict
-from paged_jax.experiments.metrics import METRICS
+from paged_jax.experiments.metrics import KV_SHARES, METRICS
 from paged_jax.experiments.plots import draw, write_figures
 from paged_jax.experiments.summary import summarise
 from paged_jax.experiments.trials import plan
@@ -61,3 +61,42 @@ def test_words_are_placed_side_by_side_and_other_swept_keys_are_series(raw_exper
     assert axes.get_xscale() == "linear"
     assert [t.get_text() for t in axes.get_xticklabels()] == ["hash", "none"]
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["block_size=4", "block_size=16"]
+
+
+def test_a_series_is_named_by_one_key_of_a_group_if_that_tells_it_apart(raw_experiment):
+    raw_experiment["sweep"] = {
+        "engine.block_size": [4, 16],
+        "zip": [
+            {"engine.num_swap_blocks": [None, 8, 8], "engine.preemption_mode": ["recompute", "swap", "auto"]},
+            {"engine.watermark": [0, 0, 0.1], "workload.n": [1, 2, 2]},
+        ],
+    }
+    raw_experiment["report"] = {"y": ["wall_s"]}
+    config = experiment_from_dict(raw_experiment)
+    assert config.legend_keys == ("engine.preemption_mode", "engine.watermark", "workload.n")
+    axes = draw(config, summaries_of(config), [["wall_s"]]).axes[0]
+    words = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert len(set(words)) == len(words) == 9
+    assert words[1] == "preemption_mode=recompute, watermark=0, n=2"
+
+
+@pytest.mark.parametrize("x", ["engine.scheduling_policy", "engine.num_swap_blocks"])
+def test_long_names_and_unset_values_have_room(raw_experiment, tmp_path, x, recwarn):
+    raw_experiment["workload"] |= {"users": 2, "priorities": 2}
+    raw_experiment["sweep"] = {
+        "engine.scheduling_policy": ["fcfs", "longest_prefix_match", "priority", "sjf", "srpt", "fair"],
+        "zip": [{"engine.num_swap_blocks": [None, 8], "engine.preemption_mode": ["recompute", "swap"]}],
+    }
+    figures = {"a": [["wall_s"], ["kv_token_states", "kv_reserved", "kv_external_fragmentation", "kv_free"]]}
+    raw_experiment["report"] = {"x": x, "y": ["wall_s"], "figures": figures}
+    config = experiment_from_dict(raw_experiment)
+    write_figures(config, summaries_of(config), tmp_path)
+    assert not [str(w.message) for w in recwarn if "layout" in str(w.message)]
+    axes = draw(config, summaries_of(config), [["wall_s"]]).axes[0]
+    names = [t.get_text() for t in axes.get_xticklabels()]
+    assert names == (["unset", "8"] if x.endswith("blocks") else list(config.sweep["engine.scheduling_policy"]))
+
+
+def test_all_parts_of_the_pool_differ(config):
+    axes = draw(config, summaries_of(config), [KV_SHARES]).axes[0]
+    assert len({(p.get_hatch(), p.get_facecolor()) for p in axes.patches}) == len(KV_SHARES) == 6

@@ -7,10 +7,8 @@ from paged_jax.config import EngineConfig
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.lock import locked
 from paged_jax.experiments.progress import RunProgress
-from paged_jax.experiments.memory import check_memory
 from paged_jax.experiments.runner import run_experiment
 from paged_jax.experiments.trials import plan, replace_file
-from paged_jax.models.config import ModelConfig
 
 
 @pytest.fixture
@@ -293,33 +291,6 @@ def test_a_compilation_inside_a_trial_is_reported(run, make_fake_engine):
         return engine
 
     assert "compiled inside timed trials" in run(make_engine=recompiling).text
-
-
-def test_memory_of_all_engines_together_is_checked():
-    sized = [EngineConfig(block_size=b, kv_cache_memory=2**30) for b in (8, 16)]
-    check_memory(sized, "cpu", 4 * 2**30)
-    check_memory(sized, "cpu", None)
-    with pytest.raises(ValueError, match=r"need 2.0 GiB together, and 1.0 GiB of memory are free"):
-        check_memory(sized, "cpu", 2**30)
-    with pytest.raises(ValueError, match=r"set engine.num_blocks"):
-        check_memory([EngineConfig(block_size=b) for b in (8, 16)], "gpu", None)
-    check_memory([EngineConfig(block_size=b, num_blocks=9) for b in (8, 16)], "gpu", None)
-    check_memory([EngineConfig()], "gpu", None)
-
-
-def test_memory_of_a_given_number_of_blocks_is_computed_from_the_model():
-    model = ModelConfig(
-        vocab_size=8, hidden_size=16, intermediate_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    # 2 (K and V) * 3 layers * 2 heads * 4 * 16 tokens * 4 bytes, for 9 blocks and the null block
-    need = 2 * 3 * 2 * 4 * 16 * 4 * 10
-    check_memory([EngineConfig(num_blocks=9)], "cpu", need, model)
-    check_memory([EngineConfig(num_blocks=9, kv_cache_dtype="bfloat16")], "cpu", need // 2, model)
-    with pytest.raises(ValueError, match=r"the setting needs .*: lower engine.kv_cache_memory or engine.num_blocks"):
-        check_memory([EngineConfig(num_blocks=9)], "cpu", need - 1, model)
-    with pytest.raises(ValueError, match=r"2 settings need"):
-        check_memory([EngineConfig(num_blocks=9), EngineConfig(num_blocks=9, dtype="float16")], "cpu", need, model)
 
 
 def test_the_estimate_weighs_warm_ups_and_trials(monkeypatch):
