@@ -36,6 +36,7 @@ class Watcher:
         waiting = list(engine.scheduler.waiting)
         try:
             advanced = engine.step()
+            self._check_victims(engine.executor.plans[plans:])
         except KeyboardInterrupt:
             assert on_submit is not None
             advanced = []
@@ -79,6 +80,16 @@ class Watcher:
         for request in set(waiting) & set(plan.admitted):
             for other in passed_over:
                 assert request.number < other.number, f"{request.number} overtakes {other.number}, which has aged"
+
+    def _check_victims(self, plans: Sequence[SchedulerOutput]) -> None:
+        """Whoever was preempted often enough is spared while others run, and then the last to arrive gives way."""
+        most = self.engine.config.max_preemptions
+        for plan in plans:
+            others = {part.request for part in plan.scheduled}.difference(plan.admitted)
+            for request in plan.preempted:
+                if request.metrics.num_preemptions > most:
+                    assert all(other.metrics.num_preemptions >= most for other in others)
+                    assert all(other.number < request.number for other in others)
 
     @property
     def max_steps(self) -> int:

@@ -1,0 +1,80 @@
+"""Steps that are interrupted, each in turn: before the device has done anything, and before its answer is read."""
+
+import pytest
+from host_executor import host_engine
+from policy_grid import Row, cache_groups, engine_fields
+from watcher import Watcher
+
+from paged_jax.execution.plan import SchedulerOutput
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
+
+ENGINES: dict[str, Row] = {
+    "recompute": {"prefix_cache": "radix"},
+    "swap": {"preemption_mode": "swap", "num_swap_blocks": 20},
+    "prefill_first": {"budget_order": "prefill_first", "prefix_cache": "none"},
+    "prefill_first, swap": {"budget_order": "prefill_first", "preemption_mode": "swap", "num_swap_blocks": 9},
+    "static": {"batching": "static", "preemption_mode": "swap", "num_swap_blocks": 20},
+    "windows": {"windows": "full+windowed", "preemption_mode": "swap", "num_swap_blocks": 20},
+    "reservations": {"allocator": "reserve_oracle"},
+    "reservations, prefill_first": {"allocator": "reserve_pow2", "budget_order": "prefill_first"},
+    "srpt": {"scheduling_policy": "srpt", "length_predictor": "oracle", "preemption_mode": "swap"},
+}
+
+
+def interrupted_run(row: Row, interrupted: int, launched: bool) -> Watcher:
+    """Samples, beams and others over a small pool; step number `interrupted` is."""
+    engine = host_engine(
+        **engine_fields(row),
+        groups=cache_groups(row),
+        num_blocks=32 if "allocator" in row else 12,
+        max_model_len=24,
+        max_num_seqs=6,
+        max_num_batched_tokens=9,
+    )
+    watcher = Watcher(engine)
+
+    def interrupt(plan: SchedulerOutput) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(24):
+        if step == 0:
+            watcher.add(range(6), SamplingParams(n=3, seed=1, max_tokens=6))
+        if step == 2:
+            watcher.add(range(7), BeamSearchParams(beam_width=2, max_tokens=5))
+            watcher.add(range(20, 29), SamplingParams(max_tokens=3))
+        if step == 4:
+            watcher.add((*range(5), 50), SamplingParams(n=2, seed=2, max_tokens=9))
+            watcher.add((40,), SamplingParams(max_tokens=7))
+        engine.executor.loses_plan = step == interrupted and not launched
+        watcher.step(interrupt if step == interrupted else None)
+    watcher.drain()
+    return watcher
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_step_may_be_interrupted_at_any_time(name: str, launched: bool) -> None:
+    undisturbed = interrupted_run(ENGINES[name], -1, launched).engine
+    plans = undisturbed.executor.plans
+    assert any(plan.copies[0] for plan in plans)
+    assert any(plan.swap_outs for plan in plans) == (undisturbed.executor.num_swap_blocks > 0)
+    for step in range(20):
+        watcher = interrupted_run(ENGINES[name], step, launched)
+        # the watcher has compared all tokens; nobody was lost
+        assert len(watcher.ended) == 5
+
+
+def test_a_lost_plan_loses_the_copies_of_those_that_it_made_wait() -> None:
+    engine = host_engine(budget_order="prefill_first", max_num_batched_tokens=8)
+    watcher = Watcher(engine)
+    x = watcher.add(range(6), SamplingParams(n=2, seed=1, max_tokens=4))
+    watcher.step()
+    watcher.add(range(20, 28), SamplingParams(max_tokens=2))  # takes the whole step
+
+    def interrupt(plan: SchedulerOutput) -> None:
+        raise AssertionError("the plan was to be lost")
+
+    engine.executor.loses_plan = True
+    watcher.step(interrupt)
+    assert [r.slot for r in x.leader.samples] == [None, None]
+    watcher.drain()
