@@ -146,7 +146,9 @@ class Bench:
 
     engine: MakeEngine
     expected: Callable[[Sequence[int], int], list[int]]
-    """(prompt, count) -> the greedy tokens after it."""
+    """(prompt, count) -> the greedy tokens after it; AssertionError for a near tie."""
+    samples: Callable[[Sequence[int], SamplingParams], list[list[int]]]
+    """What each of the n samples of a seeded request is."""
     prompts: Callable[[Sequence[int]], list[tuple[int, ...]]]
     """Lengths -> prompts that decide something."""
 
@@ -241,11 +243,15 @@ def bench(request: pytest.FixtureRequest) -> Bench:
         return Bench(
             host_engine,
             lambda prompt, count: tokens_alone(prompt, greedy(count), 10**9)[0],
+            lambda prompt, params: [
+                tokens_alone(prompt, params, 10**9, seed=params.seed, sample_index=i)[0] for i in range(params.n)
+            ],
             lambda lengths: [tuple(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)],
         )
     reference = request.getfixturevalue("reference")
     return Bench(
         request.getfixturevalue("tiny_engine"),
         reference.greedy,
+        lambda prompt, params: [sampled(reference, prompt, params, i) for i in range(params.n)],
         lambda lengths: reference.prompts(lengths, seed=len(lengths), count=24),
     )

@@ -1,6 +1,6 @@
 """Randomness across steps, on a rigged model whose logits are a table: failure modes G19 and G20."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import exp
 
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def rigged_executor() -> Callable[[np.ndarray], JaxExecutor]:
     return with_table
 
 
-def _engine(executor: JaxExecutor, seed: int = 0) -> Engine:
+def _engine(executor: JaxExecutor, seed: int = 0, eos_token_ids: Sequence[int] = ()) -> Engine:
     return Engine(
         EngineConfig(max_num_seqs=6, max_num_batched_tokens=8, seed=seed),
         PoolView(executor, executor.num_blocks),
@@ -67,7 +67,7 @@ def _engine(executor: JaxExecutor, seed: int = 0) -> Engine:
         tokenizer=None,
         max_model_len=MAX_LEN,
         vocab_size=VOCAB,
-        eos_token_ids=(),
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -136,3 +136,51 @@ def test_sampled_frequencies_are_those_of_the_softmax(
     weights = np.array([exp(2 * x) for x in logits])
     wanted = counts.sum() * weights / weights.sum()
     assert float(np.sum((counts - wanted) ** 2 / wanted)) < 44.3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_s09_min_tokens_and_ignore_eos_know_every_eos(
+    rigged_executor: Callable[[np.ndarray], JaxExecutor], temperature: float
+) -> None:
+    """Of two ends of sequence the second is always by far the most likely, then the first."""
+    first_eos, second_eos, runner_up = 2, 9, 5
+    table = np.zeros((VOCAB, VOCAB))
+    table[:, second_eos], table[:, first_eos], table[:, runner_up] = 90, 60, 30
+    engine = _engine(rigged_executor(table), eos_token_ids=(first_eos, second_eos))
+
+    def outputs(**fields: object) -> tuple[list[int], str]:
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=7, **fields)
+        (request,) = run(engine, ((3,), params))
+        return request.output_token_ids, request.finish_reason
+
+    assert outputs() == ([second_eos], "stop")
+    assert outputs(min_tokens=1) == ([runner_up, second_eos], "stop")
+    assert outputs(min_tokens=5) == ([runner_up] * 5 + [second_eos], "stop")
+    assert outputs(min_tokens=7) == ([runner_up] * 7, "length")
+    assert outputs(ignore_eos=True) == ([second_eos] * 7, "length")
+    # a stop token of its own still counts, and is still kept back
+    assert outputs(ignore_eos=True, stop_token_ids=[second_eos]) == ([second_eos], "stop")
+    assert outputs(ignore_eos=True, stop_token_ids=[second_eos], min_tokens=2) == (
+        [first_eos] * 2 + [second_eos],
+        "stop",
+    )
+
+
+def test_s18_samples_of_one_seed_differ_and_come_again(rigged_executor: Callable[[np.ndarray], JaxExecutor]) -> None:
+    executor = rigged_executor(np.zeros((VOCAB, VOCAB)))
+    params = SamplingParams(n=3, seed=1, max_tokens=16)
+
+    def samples(engine: Engine) -> list[list[int]]:
+        (leader,) = run(engine, ((1, 2), params))
+        return [sample.output_token_ids for sample in leader.samples]
+
+    engine = _engine(executor)
+    first = samples(engine)
+    assert len({tuple(tokens) for tokens in first}) == 3
+    assert samples(engine) == first
+    assert samples(_engine(executor, seed=5)) == first
+    # the first of them is what a single sample is
+    (single,) = run(engine, ((1, 2), SamplingParams(seed=1, max_tokens=16)))
+    assert single.output_token_ids == first[0]
+    (other,) = run(engine, ((1, 2), SamplingParams(n=3, seed=2, max_tokens=16)))
+    assert not {tuple(sample.output_token_ids) for sample in other.samples} & {tuple(tokens) for tokens in first}
