@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from paged_jax.commands import STATUS_ERROR, UsageError
+from paged_jax.commands import PROGRAM, STATUS_ERROR, UsageError
 
 
 @dataclass(frozen=True)
