@@ -30,10 +30,16 @@ class Watcher:
     def step(self, on_submit: Callable[[SchedulerOutput], None] | None = None) -> None:
         """One step; `on_submit` is called between its launch and its result, and may interrupt it."""
         engine = self.engine
-        engine.executor.on_submit = on_submit
         plans = len(engine.executor.plans)
         now = engine.clock.now()
         waiting = list(engine.scheduler.waiting)
+
+        def planned(plan: SchedulerOutput) -> None:
+            self._check_watermark(plan, waiting)
+            if on_submit is not None:
+                on_submit(plan)
+
+        engine.executor.on_submit = planned
         try:
             advanced = engine.step()
             self._check_victims(engine.executor.plans[plans:])
@@ -80,6 +86,14 @@ class Watcher:
         for request in set(waiting) & set(plan.admitted):
             for other in passed_over:
                 assert request.number < other.number, f"{request.number} overtakes {other.number}, which has aged"
+
+    def _check_watermark(self, plan: SchedulerOutput, waiting: Sequence[Request]) -> None:
+        """Admission leaves some blocks for others that hold some."""
+        scheduler, config = self.engine.scheduler, self.engine.config
+        holders = [*scheduler.running, *scheduler.ended_rows]
+        if set(waiting) & set(plan.admitted) and len(holders) > 1:
+            spare = min(pool.num_available for pool in scheduler.kv_cache.pools)
+            assert spare >= int(config.watermark * self.engine.num_blocks), "admission goes beyond the watermark"
 
     def _check_victims(self, plans: Sequence[SchedulerOutput]) -> None:
         """Whoever was preempted often enough is spared while others run, and then the last to arrive gives way."""

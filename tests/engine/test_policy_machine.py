@@ -171,7 +171,7 @@ def _interrupt(plan: SchedulerOutput) -> None:
 
 
 TestPolicyMachine = PolicyMachine.TestCase
-TestPolicyMachine.settings = settings(max_examples=600, stateful_step_count=30, deadline=None)
+TestPolicyMachine.settings = settings(max_examples=800, stateful_step_count=30, deadline=None)
 
 
 @dataclass
@@ -239,3 +239,16 @@ def test_a_busy_engine_does_all_that_its_policies_can_do(row: Row) -> None:
         assert counts.swapped_out == 0
     elif row["num_swap_blocks"] * row["block_size"] >= 12:  # else hardly a request fits the host
         assert counts.swapped_out >= counts.swapped_in > 0
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_name)
+def test_the_longest_request_that_the_pool_holds_is_served(row: Row) -> None:
+    engine = make_engine(row, 5 * row["block_size"], max_num_seqs=4, budget=6)
+    watcher = Watcher(engine)
+    longest = engine.max_request_len
+    stem = tuple(range(40, 40 + longest))
+    watcher.add(stem[: longest - 1], SamplingParams(max_tokens=None, ignore_eos=True))
+    watcher.add(stem[: longest // 2], SamplingParams(max_tokens=None, ignore_eos=True))
+    watcher.add(stem[: longest // 2], SamplingParams(n=2, seed=0, max_tokens=None, ignore_eos=True))
+    watcher.drain()
+    assert {len(r.token_ids) for e in watcher.ended for r in e.leader.samples} == {longest}
