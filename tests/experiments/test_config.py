@@ -1,5 +1,6 @@
 import copy
 import re
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +8,7 @@ from paged_jax.experiments.config import as_plain, experiment_from_dict, load_ex
 from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.trials import write_config
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 FILE = """\
 name: tiny
 model: tiny-llama
@@ -252,6 +254,13 @@ def test_a_bad_value_is_one_sentence(raw_experiment, change, sentence):
         experiment_from_dict(raw)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_experiments_that_come_with_the_repository_can_run(file):
+    config = load_experiment(file)
+    assert config.name == file.stem
+    assert len(settings(config)) > 1
 
 
 BAD_FILES = [
