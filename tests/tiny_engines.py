@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_reference import DenseReference
+from dense_reference import MIN_GAP, DenseReference
 from host_executor import VOCAB_SIZE, drain, host_engine, tokens_alone
 
 from paged_jax.checkpoints.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.decoder import Decoder
 from paged_jax.models.weights import dummy_decoder
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 from paged_jax.sampling.sampler import ban, sample
 from paged_jax.sampling.seeds import seed_words
 from paged_jax.sampling.state import SamplingState
@@ -112,6 +112,37 @@ def check_logprobs(request: Request, expected: np.ndarray) -> None:
         best = np.sort(wanted)[::-1][: len(entry.top)]
         np.testing.assert_allclose([logprob for _, logprob in entry.top], best, rtol=0, atol=1e-4)
         np.testing.assert_allclose([wanted[t] for t, _ in entry.top], best, rtol=0, atol=1e-4)
+
+
+def best_beams(
+    reference: DenseReference, prompt: Sequence[int], params: BeamSearchParams, end_token_ids: Sequence[int] = ()
+) -> list[tuple[tuple[int, ...], str, float]]:
+    """(tokens, finish reason, cumulative log-probability) of a beam search by its definition, the best first.
+
+    All tokens of the vocabulary are looked at; those that end a beam count if they are among its candidates.
+    AssertionError for a prompt with a near tie: choose another.
+    """
+    width = params.beam_width
+    living: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    ended: list[tuple[tuple[int, ...], str, float]] = []
+    for _ in range(params.max_tokens):
+        longer = []
+        for tokens, total in living:
+            logprobs = log_softmax(reference.logits([*prompt, *tokens])[-1])
+            candidates = np.argsort(-logprobs)[: max(2 * width, width + len(end_token_ids))]
+            for token in range(len(logprobs)):
+                if token not in end_token_ids:
+                    longer.append(((*tokens, token), total + logprobs[token]))
+                elif token in candidates:
+                    ended.append((tokens, "stop", total + logprobs[token]))
+        longer.sort(key=lambda beam: -beam[1])
+        assert longer[width - 1][1] - longer[width][1] > MIN_GAP, "a near tie: a case that decides nothing"
+        living = longer[:width]
+    ended += [(tokens, "length", total) for tokens, total in living]
+    scores = [total / max(1, len(tokens)) ** params.length_penalty for tokens, _, total in ended]
+    order = sorted(range(len(ended)), key=lambda i: -scores[i])[: width + 1]
+    assert all(np.diff([-scores[i] for i in order]) > MIN_GAP / 10), "a near tie: a case that decides nothing"
+    return [ended[i] for i in order[:width]]
 
 
 @dataclass
