@@ -222,7 +222,7 @@ def test_derived_seeds_depend_on_the_engine_seed_and_the_number_only(tiny_engine
 
 def test_longest_request_fills_the_block_table(tiny_engine: MakeEngine, reference: DenseReference) -> None:
     (prompt,) = reference.prompts([40], seed=3, count=MAX_LEN - 40)
-    for block_size in (1, 3, 4, 16):
+    for block_size in (1, 3, 4, 16, 64):
         (request,) = run(tiny_engine(block_size=block_size), (prompt, greedy(99)))
         assert request.output_token_ids == reference.greedy(prompt, MAX_LEN - 40)
         assert request.finish_reason == "length"
