@@ -214,7 +214,8 @@ class EngineConfig(StrictModel):
                 f"share: leave prefix_cache ({self.prefix_cache!r}) unset"
             )
         if self.prefix_cache_name == "none" and self.eviction is not None:
-            raise ValueError("eviction has no effect with prefix_cache 'none': leave it unset")
+            why = "prefix_cache 'none'" if self.prefix_cache else f"allocator {self.allocator!r}, which shares nothing"
+            raise ValueError(f"eviction has no effect with {why}: leave it unset")
         if self.scheduling_policy == "longest_prefix_match" and self.prefix_cache_name == "none":
             raise ValueError(
                 "scheduling_policy 'longest_prefix_match' asks the prefix cache, and there is none: "

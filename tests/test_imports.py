@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
+
+HOST_PACKAGES = ["paged_jax/commands", "paged_jax/engine", "paged_jax/kv_cache"]
 HOST_MODULES = [
     "paged_jax",
     "paged_jax.config",
@@ -13,40 +17,30 @@ HOST_MODULES = [
     "paged_jax.catalog.fetch",
     "paged_jax.checkpoints.resolve",
     "paged_jax.cli",
-    "paged_jax.engine.clock",
-    "paged_jax.engine.engine",
-    "paged_jax.engine.policies.fcfs",
-    "paged_jax.engine.policies.last_arrived",
-    "paged_jax.engine.recorder",
-    "paged_jax.engine.request",
-    "paged_jax.engine.scheduler",
-    "paged_jax.engine.stats",
-    "paged_jax.engine.trace_file",
     "paged_jax.execution.buckets",
     "paged_jax.execution.plan",
     "paged_jax.experiments.config",
     "paged_jax.experiments.metrics",
     "paged_jax.experiments.replay",
     "paged_jax.experiments.replay_engine",
+    "paged_jax.experiments.scheduler_bench",
+    "paged_jax.experiments.sweep",
     "paged_jax.experiments.totals",
     "paged_jax.experiments.trace",
     "paged_jax.experiments.trace_diff",
     "paged_jax.experiments.what_if",
     "paged_jax.experiments.workloads",
     "paged_jax.flags",
-    "paged_jax.kv_cache.block_pool",
-    "paged_jax.kv_cache.block_table",
-    "paged_jax.kv_cache.eviction.lru",
-    "paged_jax.kv_cache.group",
-    "paged_jax.kv_cache.manager",
-    "paged_jax.kv_cache.prefix_cache.hash",
-    "paged_jax.kv_cache.prefix_cache.none",
-    "paged_jax.kv_cache.usage",
     "paged_jax.models.config",
     "paged_jax.outputs",
     "paged_jax.sampling.params",
     "paged_jax.sampling.seeds",
     "paged_jax.sampling.stop",
+    *(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for package in HOST_PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ),
 ]
 
 # the first module in the list that brings JAX in is named; each is imported on top of those before it

@@ -128,7 +128,7 @@ def _compile(llm: "LLM", num_prompt_tokens: int, bar: Any) -> None:
         bar.set_description_str("compiling")
 
     show(0, len(buckets))
-    executor.warm_up(show, sorted(buckets, key=lambda bucket: bucket.num_tokens))
+    executor.warm_up(show, sorted(buckets, key=lambda bucket: bucket.num_tokens), moves=False)
 
 
 def _stream(llm: "LLM", request: "Request") -> Iterator[str]:

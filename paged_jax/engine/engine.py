@@ -141,6 +141,7 @@ class Engine:
         self.last_step: StepStats | None = None
         self._requests: dict[str, Request] = {}  # those that have not ended: the first sample of each prompt
         self._num_requests = 0
+        self._num_preempted = self._num_evicted = 0  # by the last statistics, and since for preemptions
         self._now = 0.0
         self._recorder: Recorder | None = None
         if config.trace_file is not None:
@@ -232,8 +233,8 @@ class Engine:
         scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
         if recorder is not None:
             recorder.begin_step()
-        num_evicted = kv_cache.num_evicted
         plan = scheduler.schedule(start)
+        self._num_preempted += len(plan.preempted)
         if recorder is not None:
             recorder.schedule(plan)
         if not plan.num_tokens:
@@ -274,15 +275,16 @@ class Engine:
             num_decode_tokens=len(plan.decodes),
             num_running=num_running,
             num_waiting=num_waiting,
-            num_preempted=len(plan.preempted),
+            num_preempted=self._num_preempted,
             num_swapped_out=_num_moved(plan.swap_outs),
             num_swapped_in=_num_moved(plan.swap_ins),
             num_copied=sum(map(len, plan.copies)),
-            num_evicted=kv_cache.num_evicted - num_evicted,
+            num_evicted=kv_cache.num_evicted - self._num_evicted,
             blocks_in_use=in_use,
             block_table_entries=entries * len(plan.copies),
             kv=outcome.usage,
         )
+        self._num_preempted, self._num_evicted = 0, kv_cache.num_evicted
         return list(dict.fromkeys(outcome.advanced + outcome.left)) if outcome.left else outcome.advanced
 
     def has_unfinished_requests(self) -> bool:

@@ -20,7 +20,8 @@ What the engine was given:
 What it decided:
     schedule  num_tokens, decodes, chunks (request, first token, number of tokens), forks (samples that begin), idle
               (rows of a static batch that have ended), admitted (request, slot), preempted
-    preempt   id, how ("recompute", "swap", "no room to fork")
+    preempt   id, how ("recompute", "swap")
+    wait      id of a sample or beam that finds no room for its copy of what it begins with
     allocate  id, first, blocks (per cache group: the block table from entry `first` on), cached (tokens found)
     evict     group, block: a cached block was given up
     copy      group, source, target: a shared block was copied before a write

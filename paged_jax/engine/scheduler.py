@@ -454,12 +454,12 @@ class Scheduler:
             self._wait_for_recomputation(child, now)
 
     def _wait_for_recomputation(self, request: Request, now: float) -> None:
-        """There is no room for another copy of what a running request begins with."""
+        """There is no room for another copy of what a running request begins with: it begins later, by itself."""
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         self._release(request)
         if self.record is not None:
-            self.record("preempt", request=request, how="no room to fork")
+            self.record("wait", request=request)
         request.queued_time = now
         self.waiting.requeue(request)
 

@@ -21,7 +21,7 @@ class StepStats(NamedTuple):
     num_running: int
     num_waiting: int
     num_preempted: int
-    """Requests preempted by this step's plan."""
+    """Requests preempted by this step's plan, and by plans before it that scheduled nothing."""
     num_swapped_out: int
     """Blocks that moved to host memory before this step, of all cache groups."""
     num_swapped_in: int

@@ -142,14 +142,17 @@ class JaxExecutor:
         )
 
     def warm_up(
-        self, progress: Callable[[int, int], None] | None = None, buckets: Sequence[Bucket] | None = None
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        buckets: Sequence[Bucket] | None = None,
+        moves: bool = True,
     ) -> None:
-        """Compile the steps of `buckets`, several at a time, and run each once on padding.
+        """Compile the steps of `buckets` (None: of all), several at a time, and run each once on padding.
 
-        None: of all buckets, and all programs that move pages besides. `progress(done, total)` is told after each
-        step's compilation.
+        With `moves` also all programs that move pages, which swaps and copies of shared blocks need; without, they are
+        compiled when they are needed first. `progress(done, total)` is told after each step's compilation.
         """
-        if buckets is None:
+        if moves:
             self._moves.compile()
         buckets = self._buckets if buckets is None else buckets
         self._steps.compile(buckets, progress)

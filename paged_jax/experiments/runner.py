@@ -205,7 +205,11 @@ def _warm_up(
     bar.begin(f"{setting.label}: compiling")
     began = time.perf_counter()
     executor = engine.executor
-    executor.warm_up(lambda done, total: bar.say(f"{setting.label}: compiling {done}/{total}"))
+    executor.warm_up(
+        lambda done, total: bar.say(f"{setting.label}: compiling {done}/{total}"),
+        # pages move when requests are swapped, when samples share blocks, and to be poisoned
+        moves=setting.engine.preemption_mode != "recompute" or setting.workload.n > 1 or setting.engine.debug,
+    )
     short = [
         dataclasses.replace(a, time=0.0, params=dataclasses.replace(a.params, max_tokens=_WARM_UP_TOKENS))
         for a in _workload(engine, trial)[:_WARM_UP_REQUESTS]

@@ -146,6 +146,8 @@ def _rows(step: _Step) -> dict[str, list[str]]:
                     add("admitted", f"{shown(scheduled)} (slot {slot})")
             case "preempt":
                 add("preempted", f"{name} ({event['how']})")
+            case "wait":
+                add("finding no room", name)
             case "allocate":
                 cached = f", {event['cached']} tokens cached" if event.get("cached") else ""
                 add("blocks", f"{name} {_blocks(event['blocks'])} from number {event.get('first', 0)}{cached}")

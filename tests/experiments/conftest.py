@@ -18,7 +18,7 @@ class FakeExecutor:
         self.num_compilations = 0
         self.compile_seconds = 0.0
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Callable[[int, int], None] | None = None, *, moves: bool = True) -> None:
         for done in range(1, 3):
             self.num_compilations += 1
             self.compile_seconds += 0.25
