@@ -84,7 +84,7 @@ REFUSED = [
        f"allocator '{allocator}' gives each request one contiguous run of blocks, which nobody else can share: leave "
        f"prefix_cache ('{cache}') unset")
       for allocator in RESERVATIONS for cache in ("hash", "radix", "package.module:Class")),
-    *(({"allocator": allocator, "eviction": "lru"}, f"eviction has no effect with allocator '{allocator}', which shares")
+    *(({"allocator": allocator, "eviction": "lru"}, f"eviction has no effect with allocator '{allocator}'")
       for allocator in RESERVATIONS),
     *(({"allocator": allocator, "watermark": 0.1}, f"watermark has no effect with allocator '{allocator}'")
       for allocator in RESERVATIONS),

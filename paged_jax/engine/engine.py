@@ -111,10 +111,7 @@ class Engine:
         kv_cache = self._make_kv_cache()
         self.max_request_len = kv_cache.max_request_len
         if self.max_request_len < 2:
-            raise ValueError(
-                "the KV cache holds one token, or less than a sliding window: give it more memory, or more or larger "
-                "blocks"
-            )
+            raise ValueError("the KV cache holds one token: give it more memory, or more or larger blocks")
         room = min(config.max_num_batched_tokens, kv_cache.max_chunk)
         if not config.enable_chunked_prefill and room < self.max_request_len:
             if room < config.max_num_batched_tokens:
