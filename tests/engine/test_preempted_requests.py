@@ -159,3 +159,37 @@ def test_tokens_logprobs_and_text_survive(
     assert len(preempted) >= 2, "nobody was preempted after its first token: this tests nothing"
     swaps = sum(len(plan.swap_ins) for plan in engine.executor.plans)
     assert (swaps > 0) == (mode == "swap")
+
+
+def test_victim_whose_copy_was_planned_in_this_very_step_is_swapped_out_from_the_source(
+    tiny_engine: MakeEngine, reference: DenseReference
+) -> None:
+    """A sample gets a copy of the tail that it shares, then gives way to a sample after it, before the copy is made."""
+    planned = 0
+    for num_blocks in (6, 7, 8):  # beside the prompts 1, 2 and 3 blocks are left for copies
+        engine = tiny_engine(
+            num_blocks=num_blocks,
+            max_num_seqs=6,
+            preemption_mode="swap",
+            num_swap_blocks=60,
+            prefix_cache="none",
+            victim_policy="victim_policies:FirstArrivedVictim",
+        )
+        kv_cache = engine.scheduler.kv_cache
+        swap_out = kv_cache.swap_out
+
+        def watch(request: Request, kv_cache=kv_cache, swap_out=swap_out) -> object:
+            nonlocal planned
+            copied = set(request.block_tables[0].block_ids) & set(kv_cache._copies[0])
+            swapped = swap_out(request)
+            planned += bool(copied and swapped)
+            return swapped
+
+        kv_cache.swap_out = watch
+        prompts = [(5, 6, 7, 8, 9), tuple(range(20, 29))]
+        params = [SamplingParams(n=3, seed=1, max_tokens=10), SamplingParams(n=1, seed=2, max_tokens=10)]
+        requests = run(engine, *zip(prompts, params, strict=True))
+        for prompt, own, request in zip(prompts, params, requests, strict=True):
+            expected = [sampled(reference, prompt, own, index) for index in range(own.n)]
+            assert [sample.output_token_ids for sample in request.samples] == expected
+    assert planned, "no planned copy was ever given up: this tests nothing"
