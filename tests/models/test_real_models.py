@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paged_decoder import run as decoder_logits
+from tiny_engines import PoolView
 
 from paged_jax.checkpoints.resolve import resolve
 from paged_jax.config import EngineConfig
+from paged_jax.engine.clock import VirtualClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
 from paged_jax.llm import EngineFactory
@@ -128,6 +131,86 @@ def test_smollm2_greedy_tokens(smollm2_path, smollm2_reference, setting):
     # a request that never needs a second block is never in the way of another
     grows = setting.block_size < min(lengths)
     assert (sum(r.metrics.num_preemptions for r in requests) > 0) == (setting.tight and grows)
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_path, smollm2_reference) -> Callable[..., Engine]:
+    """Makes engines that share one executor, which is compiled once; fields are those of `EngineConfig`."""
+    lengths = [len(item["prompt_ids"]) + 64 for item in smollm2_reference]
+    tokens = max(lengths) + max(lengths) // 2
+    fixed = {
+        "block_size": 8,
+        "num_blocks": -(-tokens // 8) + 1,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (4, 32),
+        "dtype": "float32",
+    }
+    swaps = {"preemption_mode": "swap", "num_swap_blocks": 100}
+    first = factory(str(smollm2_path))(EngineConfig(**fixed, **swaps))
+
+    def make(**fields: object) -> Engine:
+        config = EngineConfig(**fixed, **fields)
+        view = PoolView(first.executor, first.num_blocks, config.num_swap_blocks or 0)
+        return Engine(
+            config,
+            view,
+            clock=VirtualClock(),
+            tokenizer=first.tokenizer,
+            max_model_len=max(lengths),
+            vocab_size=first.vocab_size,
+            eos_token_ids=(),
+        )
+
+    return make
+
+
+SMOLLM2_POLICIES = {
+    "swap": {"preemption_mode": "swap", "num_swap_blocks": 100},
+    "radix": {"prefix_cache": "radix"},
+    "priority": {"scheduling_policy": "priority", "victim_policy": "lowest_priority"},
+    "static": {"batching": "static"},
+    "reserve_max": {"allocator": "reserve_max"},
+    "n": {"preemption_mode": "auto", "num_swap_blocks": 100, "eviction": "lfu"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "swap" else pytest.mark.slow) for name in SMOLLM2_POLICIES]
+)
+def test_smollm2_greedy_tokens_under_policies(smollm2_engine, smollm2_reference, name):
+    """The reference's tokens in a pool for one and a half requests; some twice, so that prompts are cached."""
+    engine = smollm2_engine(**SMOLLM2_POLICIES[name])
+    sampled = []
+    for _ in range(1 + (name in ("radix", "n"))):
+        requests = []
+        for i, item in enumerate(smollm2_reference):
+            params = SamplingParams(temperature=0, max_tokens=64)
+            requests.append(engine.add_request(str(i), item["prompt_ids"], params, priority=-i))
+            if name == "priority":  # what is more urgent comes when others run
+                for _ in range(4):
+                    engine.step()
+        if name == "n":
+            params = SamplingParams(n=2, seed=3, temperature=0.7, max_tokens=24)
+            sampled.append(engine.add_request("n", smollm2_reference[0]["prompt_ids"], params))
+        while engine.has_unfinished_requests():
+            engine.step()
+        for item, request in zip(smollm2_reference, requests, strict=True):
+            assert request.output_token_ids == item["greedy_ids"]
+    plans = engine.executor.plans
+    preemptions = sum(r.metrics.num_preemptions for r in requests)
+    assert (preemptions > 0) == (name != "reserve_max"), "nobody had to give way"
+    if name == "swap":
+        assert any(plan.swap_ins for plan in plans)
+    if name == "radix":
+        assert sum(r.metrics.num_cached_tokens for r in requests) > 0
+    if name == "static":
+        assert any(plan.idle for plan in plans)
+    if name == "n":
+        first, second = [[sample.output_token_ids for sample in leader.samples] for leader in sampled]
+        assert first == second
+        assert first[0] != first[1]
+        assert any(copies for plan in plans for copies in plan.copies)
 
 
 def test_smollm2_prompts_become_the_reference_ids(smollm2_path, smollm2_reference):
