@@ -8,6 +8,7 @@ from host_executor import check_accounting, drain, host_engine
 from tiny_engines import Bench, MakeEngine, Windows, greedy, make_reference, run
 
 from paged_jax.engine.request import Request, RequestStatus
+from paged_jax.execution.jax_executor import JaxExecutor
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.sampling.params import SamplingParams
@@ -200,8 +201,11 @@ def test_s11_prompt_beyond_the_window_s_pages_without_chunks_is_refused_when_the
         )
 
 
-def test_g13_debug_mode_refuses_blocks_that_the_arrays_do_not_have(tiny_engine: MakeEngine) -> None:
+def test_g13_debug_mode_refuses_blocks_that_the_arrays_do_not_have(
+    tiny_engine: MakeEngine, tiny_executor: Callable[..., JaxExecutor]
+) -> None:
     num_blocks = tiny_engine(debug=True).num_blocks
     engine = tiny_engine(debug=True, num_blocks=num_blocks + 3, prefix_cache="none")
+    engine.executor.executor = tiny_executor.__wrapped__(4, True)  # of its own: a step that fails costs it its pages
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"block ids are 0 to {num_blocks}"):
         run(engine, *(((i,) * 24, greedy(12)) for i in range(4)))

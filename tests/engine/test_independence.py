@@ -193,7 +193,7 @@ def test_g14_unused_slots_hold_nan_or_inf(
     executor = engine.executor.executor
 
     def fill() -> None:
-        executor._pages = tuple(jnp.full_like(pages, value) for pages in executor._pages)
+        executor._pages = [jnp.full_like(pages, value) for pages in executor._pages]
 
     for prompt in prompts:  # alone: batches padded beyond their real rows
         fill()
