@@ -140,7 +140,8 @@ def _run_trials(
             for trial in missing:
                 setting = trial.setting
                 if setting.engine not in warm:
-                    warm[setting.engine] = _warm_up(*built[setting.engine], trial, run["warm_up"], bar)
+                    served = [t for t in missing if t.setting.engine == setting.engine]
+                    warm[setting.engine] = _warm_up(*built[setting.engine], served, run["warm_up"], bar)
                     _write_runs(directory, runs)
                 bar.begin(f"{setting.label}, seed {trial.seed}, repeat {trial.repeat}")
                 log.append({**_run_trial(warm[setting.engine], trial), "run": len(runs) - 1})
@@ -198,21 +199,22 @@ def _build(
 
 
 def _warm_up(
-    engine: "Engine", build_s: float, trial: Trial, reports: list[dict[str, Any]], bar: RunProgress
+    engine: "Engine", build_s: float, trials: Sequence[Trial], reports: list[dict[str, Any]], bar: RunProgress
 ) -> _WarmEngine:
-    """Compile every program, and serve a short workload that is not timed."""
-    setting = trial.setting
+    """Compile every program that one of the engine's trials needs, and serve a short workload that is not timed."""
+    setting = trials[0].setting
+    has_samples = any(trial.setting.workload.n > 1 for trial in trials)
     bar.begin(f"{setting.label}: compiling")
     began = time.perf_counter()
     executor = engine.executor
     executor.warm_up(
         lambda done, total: bar.say(f"{setting.label}: compiling {done}/{total}"),
         # pages move when requests are swapped, when samples share blocks, and to be poisoned
-        moves=setting.engine.preemption_mode != "recompute" or setting.workload.n > 1 or setting.engine.debug,
+        moves=setting.engine.preemption_mode != "recompute" or has_samples or setting.engine.debug,
     )
     short = [
         dataclasses.replace(a, time=0.0, params=dataclasses.replace(a.params, max_tokens=_WARM_UP_TOKENS))
-        for a in _workload(engine, trial)[:_WARM_UP_REQUESTS]
+        for a in _workload(engine, trials[0])[:_WARM_UP_REQUESTS]
     ]
     bar.say(f"{setting.label}: warming up")
     run_workload(engine, short)

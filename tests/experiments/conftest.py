@@ -17,8 +17,10 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.num_compilations = 0
         self.compile_seconds = 0.0
+        self.can_move = False
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, *, moves: bool = True) -> None:
+        self.can_move = moves
         for done in range(1, 3):
             self.num_compilations += 1
             self.compile_seconds += 0.25
@@ -79,6 +81,9 @@ class FakeEngine:
 
     def step(self) -> list[Request]:
         running = self.requests[: self.config.max_num_seqs]
+        if not self.executor.can_move and any(request.sampling_params.n > 1 for request in running):
+            self.executor.can_move = True  # compiled when it is needed first
+            self.executor.num_compilations += 1
         start = self.clock.now()
         size = self.config.block_size
         noise = 0.001 * (self.resets % 3)

@@ -278,6 +278,17 @@ def test_settings_that_differ_in_the_workload_share_an_engine(run, make_fake_eng
     assert result.new_trials == 8
 
 
+def test_whichever_trial_comes_first_nothing_is_compiled_inside_a_trial(run, raw_experiment):
+    """Samples share blocks that are copied; settings of one engine differ in whether there are any."""
+    firsts = []
+    for counts in ([3, 1], [1, 3]):
+        changes = {"sweep": {"workload.n": counts}, "report": {"y": ["wall_s"], "figures": {}}}
+        firsts.append(plan(experiment_from_dict({**raw_experiment, **changes}))[0].setting.workload.n)
+        result = run(fresh=True, **changes)
+        assert [record["metrics"]["compilations"] for record in lines(result)] == [0] * 8
+    assert sorted(firsts) == [1, 3]
+
+
 def test_a_compilation_inside_a_trial_is_reported(run, make_fake_engine):
     def recompiling(config):
         engine = make_fake_engine(config)
