@@ -15,7 +15,7 @@ class Replay:
 
     A run records itself when its engine has a trace_file. Without overrides all of it must come out the same;
     the first event that does not is shown, and the exit status is 1. With overrides the same requests are served
-    under other settings, each with the tokens that it generated, on a clock on which every step takes the mean
+    under other settings, each with the tokens that it generated, on a clock on which every step takes the median
     time of those recorded: decisions are real, times are modelled. eviction=belady works here, and only here.
 
     examples:

@@ -1,6 +1,7 @@
 """Reads what an engine has recorded: the file, what was asked of the engine, and what came of each request."""
 
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,16 +121,16 @@ class Trace:
         return prompts
 
     @cached_property
-    def mean_step_seconds(self) -> float:
-        """Mean seconds from a step's beginning to its result; 0 without steps."""
-        seconds, count, start = 0.0, 0, 0.0
+    def median_step_seconds(self) -> float:
+        """Median seconds from a step's beginning to its result, which steps that compiled do not move; 0 without steps."""
+        seconds: list[float] = []
+        start = 0.0
         for event in self.events():
             if event["event"] == "step":
                 start = event["t"]
             elif event["event"] == "result":
-                seconds += event["t"] - start
-                count += 1
-        return seconds / count if count else 0.0
+                seconds.append(event["t"] - start)
+        return statistics.median(seconds) if seconds else 0.0
 
     def _header(self) -> Event:
         what = f"{self.path} is not a trace of paged-jax"

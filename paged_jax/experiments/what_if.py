@@ -57,7 +57,7 @@ class _Executor(RecordedExecutor):
 
     def __init__(self, trace: Trace, config: EngineConfig) -> None:
         super().__init__(trace, config)
-        self.seconds_per_step = trace.mean_step_seconds
+        self.seconds_per_step = trace.median_step_seconds
         self.num_cut = 0
         """Requests that ended because nobody knows how they go on."""
 
@@ -79,8 +79,8 @@ def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *
     """Serve the recorded requests under other settings; returns a table of totals beside those of the recording.
 
     `overrides` are `key=value`: a field of EngineConfig and a YAML value. A request generates what was recorded,
-    whatever the policy. Every step takes the mean time of a recorded one: times are those of a model, decisions are the
-    engine's own. Requests that were aborted, or had not ended, end when their recorded tokens do, or when they were
+    whatever the policy. Every step takes the median time of a recorded one, since programs may have been compiled in
+    some: times are those of a model, decisions are the engine's own. Requests that were aborted, or had not ended, end when their recorded tokens do, or when they were
     aborted. `output` records the run. Raises ValueError, one sentence, for settings that cannot work.
     """
     changes = _changes(trace, overrides)
@@ -107,7 +107,7 @@ def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *
     table = totals_table(
         f"{len(trace.prompts)} requests, replayed with {settings}", {"recorded": recorded, "replayed": modelled}
     )
-    notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the mean of those recorded"]
+    notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the median of those recorded"]
     if executor.num_cut:
         notes.append(f"{executor.num_cut} requests were cut off where what was recorded of them ends")
     notes += [trace.note] * bool(trace.note)

@@ -39,12 +39,12 @@ def test_shortest_job_first_instead_of_first_come_first_served(tmp_path: Path) -
     assert ["mean", "wait", "(s)", "5.333", "2.667", "-2.667"] in lines
     assert ["longest", "wait", "(s)", "10", "6", "-4"] in lines
     assert ["steps", "12", "12", "0"] in lines
-    assert "note: every step of the replay takes 1 s, the mean of those recorded" in text
+    assert "note: every step of the replay takes 1 s, the median of those recorded" in text
     assert replay(Trace(str(path))).reproduced
 
 
 def test_the_same_settings_decide_the_same(tmp_path: Path) -> None:
-    """On a clock on which every step takes the mean anyway."""
+    """On a clock on which every step takes the same time anyway."""
     rng = random.Random(1)
     arrivals = [
         Arrival(
@@ -57,6 +57,18 @@ def test_the_same_settings_decide_the_same(tmp_path: Path) -> None:
     again = Trace(str(tmp_path / "b.jsonl"))
     assert list(again.events()) == list(trace.events())
     assert "steps are the same\n" in diff(trace, again)
+
+
+def test_a_step_in_which_a_program_was_compiled_does_not_slow_down_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = host_engine(trace_file=str(path), seconds_per_step=1.0, max_num_seqs=1)
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=9))
+    engine.executor.seconds_per_step = 100.0
+    engine.step()
+    engine.executor.seconds_per_step = 1.0
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert "every step of the replay takes 1 s, the median of those" in what_if(Trace(str(path)), ["eviction=lfu"])
 
 
 @pytest.mark.parametrize(
