@@ -10,7 +10,7 @@ from paged_jax.engine.request import Request
 from paged_jax.engine.trace_file import encode
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.experiments.replay_engine import Handle, RecordedExecutor, ReplayEngine, replay_config
-from paged_jax.experiments.trace import INPUTS, Trace
+from paged_jax.experiments.trace import INPUTS, Trace, counted
 
 SILENT_SECONDS = 2.0
 """Shorter replays show no progress."""
@@ -99,7 +99,8 @@ class _Comparison:
         if self._is_booking and self._trace.event(index)["event"] == "retract":
             left = len(self._trace) - index
             return _EndOfTraceError(
-                f"step {self.num_steps} was interrupted while its tokens were booked: {left} events are not replayed"
+                f"step {self.num_steps} was interrupted while its tokens were booked: "
+                f"{counted(left, 'event')} {'is' if left == 1 else 'are'} not replayed"
             )
         return _DifferenceError(index, got)
 
@@ -141,7 +142,7 @@ class _Executor(RecordedExecutor):
         self._clock.time = event["t"]
         match event["event"]:
             case "arrival":
-                engine.add(next(self._prompts), event.get("arrival_time", 0.0))
+                engine.add(event["id"], next(self._prompts), event.get("arrival_time", 0.0))
             case "abort":
                 engine.abort(event["id"])
             case "reset":
@@ -181,7 +182,7 @@ def replay(trace: Trace, *, show_progress: bool = True) -> ReplayOutcome:
             note = "; ".join(filter(None, [note, str(end)]))
         except _DifferenceError as differs:
             return ReplayOutcome(False, _difference(trace, comparison.num_steps, differs))
-    counts = f"{comparison.position - 1} events, {comparison.num_steps} steps"
+    counts = f"{counted(comparison.position - 1, 'event')}, {counted(comparison.num_steps, 'step')}"
     return ReplayOutcome(True, f"{counts}: every decision reproduced{f' ({note})' if note else ''}\n")
 
 

@@ -135,10 +135,10 @@ class ReplayEngine(Engine):
                 self._future.append((prompt, keys))
             self._tell_future()
 
-    def add(self, prompt: RecordedPrompt, arrival_time: float) -> None:
+    def add(self, request_id: str, prompt: RecordedPrompt, arrival_time: float) -> None:
         """Queue a recorded prompt, all its samples or beams."""
         self._texts = map(RecordedText, prompt.endings)
-        leader = self.add_request(arrival_time=arrival_time, **prompt.arguments)
+        leader = self.add_request(request_id, arrival_time=arrival_time, **prompt.arguments)
         for index, request in enumerate(leader.samples):
             self.recorded_executor.recorded[request] = (prompt, index)
 

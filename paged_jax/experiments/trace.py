@@ -40,10 +40,9 @@ class RecordedPrompt:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of `Engine.add_request`, besides the arrival time."""
+        """Those of `Engine.add_request`, besides its id and the arrival time."""
         arrival = self.arrival
         return {
-            "request_id": arrival["id"],
             "prompt": arrival["prompt"],
             "params": self.params,
             "priority": arrival.get("priority", 0),
@@ -122,7 +121,7 @@ class Trace:
 
     @cached_property
     def median_step_seconds(self) -> float:
-        """Median seconds from a step's beginning to its result, which steps that compiled do not move; 0 without steps."""
+        """Median seconds from a step's beginning to its result, whatever some spent compiling; 0 without steps."""
         seconds: list[float] = []
         start = 0.0
         for event in self.events():
@@ -156,6 +155,11 @@ def sample_of(name: str | list[Any]) -> tuple[str, int]:
 def shown(name: str | list[Any]) -> str:
     """A recorded name for people: `id`, or `id/2` for a sample or beam."""
     return name if isinstance(name, str) else f"{name[0]}/{name[1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _prompt(arrival: Event) -> RecordedPrompt:

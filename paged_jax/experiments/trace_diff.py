@@ -7,7 +7,7 @@ from typing import Any
 
 from paged_jax.engine.recorder import Event
 from paged_jax.experiments.totals import Totals, totals_table
-from paged_jax.experiments.trace import INPUTS, Trace, shown
+from paged_jax.experiments.trace import INPUTS, Trace, counted, shown
 
 _MOST_SHOWN = 12
 """Names listed where both runs agree."""
@@ -41,7 +41,8 @@ def diff(a: Trace, b: Trace) -> str:
         before = ours
     count = before.number if before is not None else 0
     table = totals_table("over all", _totals(a, b, 0)).terminal()
-    return f"{text}all {count} steps are the same\n\n{table}"
+    same = "the one step is the same" if count == 1 else f"all {count} steps are the same"
+    return f"{text}{same}\n\n{table}"
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
@@ -82,7 +83,8 @@ def _arrivals(a: Trace, b: Trace) -> str:
         for t in (a, b)
     ]
     if sides[0] == sides[1]:
-        return f"the same {len(sides[0])} requests arrive\n"
+        count = len(sides[0])
+        return f"the same {counted(count, 'request')} arrive{'s' * (count == 1)}\n"
     named = [{arrival["id"]: arrival for arrival in side} for side in sides]
     lines = []
     for name in dict.fromkeys([*named[0], *named[1]]):

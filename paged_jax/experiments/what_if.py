@@ -1,8 +1,9 @@
 """What a recorded run would have been under other settings: the same requests on a modelled clock."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from paged_jax.experiments.config import read_overrides
 from paged_jax.experiments.replay import SILENT_SECONDS
 from paged_jax.experiments.replay_engine import Handle, RecordedExecutor, ReplayEngine, replay_config
 from paged_jax.experiments.totals import Totals, totals_table
-from paged_jax.experiments.trace import RecordedPrompt, Trace
+from paged_jax.experiments.trace import RecordedPrompt, Trace, counted
 
 WITHOUT_EFFECT = (
     "attention_implementation",
@@ -80,8 +81,9 @@ def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *
 
     `overrides` are `key=value`: a field of EngineConfig and a YAML value. A request generates what was recorded,
     whatever the policy. Every step takes the median time of a recorded one, since programs may have been compiled in
-    some: times are those of a model, decisions are the engine's own. Requests that were aborted, or had not ended, end when their recorded tokens do, or when they were
-    aborted. `output` records the run. Raises ValueError, one sentence, for settings that cannot work.
+    some: times are those of a model, decisions are the engine's own. Requests that were aborted, or had not ended, end
+    when their recorded tokens do, or when they were aborted. `output` records the run. Raises ValueError, one sentence,
+    for settings that cannot work.
     """
     changes = _changes(trace, overrides)
     config, clock = replay_config(trace, changes), VirtualClock()
@@ -105,34 +107,61 @@ def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *
         raise
     settings = ", ".join(f"{key}={value}" for key, value in changes.items())
     table = totals_table(
-        f"{len(trace.prompts)} requests, replayed with {settings}", {"recorded": recorded, "replayed": modelled}
+        f"{counted(len(trace.prompts), 'request')}, replayed with {settings}",
+        {"recorded": recorded, "replayed": modelled},
     )
     notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the median of those recorded"]
     if executor.num_cut:
-        notes.append(f"{executor.num_cut} requests were cut off where what was recorded of them ends")
+        were = "was" if executor.num_cut == 1 else "were"
+        notes.append(f"{counted(executor.num_cut, 'request')} {were} cut off where what was recorded ends")
+    names = {prompt.arrival["id"] for prompt in trace.prompts}
+    if len(names) < len(trace.prompts):
+        notes.append("where a request id was used again, the replay calls the request id#2, id#3 and so on")
     notes += [trace.note] * bool(trace.note)
     return f"{table.terminal()}\n" + "".join(f"note: {note}\n" for note in notes)
 
 
 def _run(trace: Trace, engine: ReplayEngine, clock: VirtualClock, bar: "tqdm[None]") -> None:
     """Requests arrive, are aborted, and the prefix cache is reset, at the times that were recorded."""
-    inputs: list[tuple[float, Event | RecordedPrompt]] = [(prompt.time, prompt) for prompt in trace.prompts]
-    inputs += [(event["t"], event) for event in trace.events() if event["event"] in ("abort", "reset")]
-    inputs.sort(key=lambda entry: entry[0])
-    pending = deque(inputs)
+    pending = deque(sorted(_inputs(trace, engine), key=lambda entry: entry[0]))
     while pending or engine.has_unfinished_requests():
         while pending and pending[0][0] <= clock.now():
-            time, what = pending.popleft()
-            if isinstance(what, RecordedPrompt):
-                engine.add(what, time)
-            elif what["event"] == "abort":
-                engine.abort(what["id"])
-            else:
-                engine.reset_prefix_cache()
+            pending.popleft()[1]()
         if engine.has_unfinished_requests():
             bar.update(sum(request.is_finished and not request.sample_index for request in engine.step()))
         elif pending:
             clock.wait_until(pending[0][0])
+
+
+def _inputs(trace: Trace, engine: ReplayEngine) -> Iterator[tuple[float, Callable[[], None]]]:
+    """What is to be asked of the engine, and when, in the order of the recording."""
+    prompts = zip(_names(trace.prompts), trace.prompts, strict=True)
+    names: dict[str, str] = {}  # of the latest request with a recorded id, whom an abort is about
+    for event in trace.events():
+        match event["event"]:
+            case "arrival":
+                names[event["id"]], prompt = next(prompts)
+                yield prompt.time, partial(engine.add, names[event["id"]], prompt, prompt.time)
+            case "abort":
+                yield event["t"], partial(engine.abort, names[event["id"]])
+            case "reset":
+                yield event["t"], engine.reset_prefix_cache
+
+
+def _names(prompts: Sequence[RecordedPrompt]) -> list[str]:
+    """An id for each prompt, `id#2` where `id` is used again: under other settings both may be unfinished at once."""
+    recorded = [prompt.arrival["id"] for prompt in prompts]
+    taken, latest = set(recorded), dict.fromkeys(recorded, 0)
+    names = []
+    for request_id in recorded:
+        latest[request_id] += 1
+        name = request_id
+        while latest[request_id] > 1 and name in taken:
+            name = f"{request_id}#{latest[request_id]}"
+            latest[request_id] += name in taken  # somebody was called like that
+        taken.add(name)
+        names.append(name)
+    return names
 
 
 def _changes(trace: Trace, overrides: Sequence[str]) -> dict[str, Any]:

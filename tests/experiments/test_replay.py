@@ -166,7 +166,7 @@ def test_a_cut_within_a_step_is_told(small: list[str], tmp_path: Path) -> None:
     index = next(i for i, line in enumerate(small) if '"schedule"' in line)
     reproduced, text = outcome_of(small[: index + 1], tmp_path / "run.jsonl")
     assert reproduced
-    assert text == f"{index} events, 1 steps: every decision reproduced (the recording ends in the middle of step 1)\n"
+    assert text == f"{index} events, 1 step: every decision reproduced (the recording ends in the middle of step 1)\n"
 
 
 @pytest.mark.parametrize(

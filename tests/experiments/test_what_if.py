@@ -154,7 +154,42 @@ def test_aborted_and_unfinished_requests_end_with_what_is_known_of_them(tmp_path
     ends = [(e["id"], e["reason"], e.get("n", 0)) for e in Trace(str(tmp_path / "other.jsonl")).events()
             if e["event"] == "finish"]  # fmt: skip
     assert ends == [("c", "abort", 1), ("b", "abort", 1), ("a", "abort", 0)]
-    assert "note: 2 requests were cut off where what was recorded of them ends" in text
+    assert "note: 2 requests were cut off where what was recorded ends" in text
+
+
+def test_ids_that_were_used_again(tmp_path: Path) -> None:
+    """Under the recorded settings one after the other, under others at once; an abort is of the one it was of."""
+    path = tmp_path / "run.jsonl"
+    engine = host_engine(trace_file=str(path), seconds_per_step=1.0, max_num_seqs=2)
+    for _ in range(3):
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=3))
+        while engine.has_unfinished_requests():
+            engine.step()
+    engine.add_request("a#2", [1, 2], SamplingParams(max_tokens=3))
+    engine.add_request("a", [1, 2], SamplingParams(max_tokens=9))
+    engine.step()
+    engine.step()
+    engine.abort("a")
+    while engine.has_unfinished_requests():
+        engine.step()
+    del engine
+    gc.collect()
+    text = what_if(Trace(str(path)), ["max_num_batched_tokens=1", "max_num_seqs=1"], str(tmp_path / "slow.jsonl"))
+    ends = [(e["id"], e["reason"], e.get("n", 0)) for e in Trace(str(tmp_path / "slow.jsonl")).events()
+            if e["event"] == "finish"]  # fmt: skip
+    assert sorted(ends) == [
+        ("a", "length", 3), ("a#2", "length", 3), ("a#3", "length", 3), ("a#4", "length", 3), ("a#5", "abort", 0),
+    ]  # fmt: skip
+    assert "where a request id was used again, the replay calls the request id#2, id#3 and so on" in text
+
+
+def test_one_is_not_plural(tmp_path: Path) -> None:
+    trace = served(tmp_path / "run.jsonl", [Arrival(0.0, "a", (1, 2), SamplingParams(max_tokens=1))])
+    assert what_if(trace, ["eviction=lfu"], str(tmp_path / "lfu.jsonl")).startswith("1 request, replayed with ")
+    assert ", 1 step: every decision" in replay(trace).text
+    text = diff(trace, Trace(str(tmp_path / "lfu.jsonl")))
+    assert "the same 1 request arrives\n" in text
+    assert "the one step is the same\n" in text
 
 
 def test_a_request_that_goes_beyond_what_was_recorded_is_an_error(tmp_path: Path) -> None:
