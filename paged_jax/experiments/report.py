@@ -68,7 +68,7 @@ def make_notes(
 ) -> list[str]:
     """What a reader must know besides the numbers, one sentence each; `runs` are those that made the records."""
     return [
-        _tokens_note(config, records),
+        *_tokens_notes(config, records),
         _compilation_note(records, runs),
         *_truncation_notes(records),
         *_mixed_runs_notes(runs),
@@ -127,8 +127,8 @@ def _design(config: ExperimentConfig, runs: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _tokens_note(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the settings that served the same workload generated the same tokens."""
+def _tokens_notes(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether trials that served the same workload generated the same tokens, if there are such trials."""
     by_key = {record["key"]: record["tokens_sha256"] for record in records}
     groups: dict[Any, dict[str, list[Setting]]] = defaultdict(lambda: defaultdict(list))
     for point in settings(config):
@@ -138,13 +138,19 @@ def _tokens_note(config: ExperimentConfig, records: Sequence[Mapping[str, Any]])
                 groups[(point.workload, seed)][tokens].append(point)
     different = {seed for (_, seed), hashes in groups.items() if len(hashes) > 1}
     if not different:
-        return "Every setting generated identical tokens on each workload, in every repeat."
+        in_repeats = ", in every repeat" if config.repeats > 1 else ""
+        sizes = {len({p.label for points in hashes.values() for p in points}) for hashes in groups.values()}
+        if min(sizes) > 1:
+            return [f"Every setting generated identical tokens on each workload{in_repeats}."]
+        if max(sizes) > 1:
+            return [f"Settings that share a workload generated identical tokens on it{in_repeats}."]
+        return ["Every repeat of a trial generated identical tokens."] * (config.repeats > 1)
     (_, seed), hashes = next(item for item in groups.items() if len(item[1]) > 1)
     sides = [" / ".join(dict.fromkeys(p.label for p in points)) for points in hashes.values()]
-    return (
+    return [
         f"WARNING: generated tokens differ between trials of one workload for {len(different)} of "
         f"{len(config.seeds)} seeds; for seed {seed}: {' against '.join(sides)}."
-    )
+    ]
 
 
 def _compilation_note(records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:

@@ -122,6 +122,30 @@ def test_notes_say_when_tokens_differ_or_requests_end_early(config, records):
     assert any("3 requests ended before their length" in note for note in notes)
 
 
+ALL = "Every setting generated identical tokens on each workload"
+
+
+@pytest.mark.parametrize(
+    ("sweep", "repeats", "note"),
+    [
+        ({"engine.block_size": [4, 16]}, 2, f"{ALL}, in every repeat."),
+        ({"engine.block_size": [4, 16]}, 1, f"{ALL}."),
+        ({"workload.request_rate": [1.0, 2.0], "engine.block_size": [4, 16]}, 1, f"{ALL}."),
+        ({"zip": [{"engine.block_size": [4, 8, 16], "workload.request_rate": [1.0, 2.0, 2.0]}]}, 2,
+         "Settings that share a workload generated identical tokens on it, in every repeat."),
+        ({"workload.request_rate": [1.0, 2.0]}, 2, "Every repeat of a trial generated identical tokens."),
+        ({"workload.request_rate": [1.0, 2.0]}, 1, None),
+        ({}, 2, "Every repeat of a trial generated identical tokens."),
+        ({}, 1, None),
+    ],
+)  # fmt: skip
+def test_tokens_are_said_to_be_the_same_where_they_were_compared(raw_experiment, sweep, repeats, note):
+    report = {"y": ["wall_s"]}
+    config = experiment_from_dict({**raw_experiment, "sweep": sweep, "repeats": repeats, "report": report})
+    notes = make_notes(config, records_of(config, lambda size, seed, repeat: 1.0), [])
+    assert [n for n in notes if "tokens" in n] == ([] if note is None else [note])
+
+
 def test_notes_say_when_runs_are_not_comparable(config, records):
     run = {"git_commit": "a", "versions": {}, "platform": "", "device": {}, "cpu": {}, "warm_up": []}
     assert len(make_notes(config, records, [run, run])) == 2
