@@ -1,6 +1,8 @@
 """Whether an engine's settings and a workload go together, and have a place in an experiment."""
 
-from paged_jax.config import EngineConfig
+from collections.abc import Iterable, Sequence
+
+from paged_jax.config import POLICIES, EngineConfig
 from paged_jax.experiments.workloads import Workload, longest_request
 
 _WORKLOAD_OF = {
@@ -37,3 +39,23 @@ def check_together(engine: EngineConfig, workload: Workload) -> None:
             "engine.eviction 'belady' must know the future, and a trial does not: record a run with "
             "`paged-jax generate --trace-file FILE` under another policy, then `paged-jax replay FILE eviction=belady`"
         )
+
+
+def check_has_effect(settings: Iterable[tuple[EngineConfig, Workload]]) -> None:
+    """Raise ValueError if workloads have users or priorities, and none of the settings to be compared looks at them.
+
+    A policy of one's own may.
+    """
+    settings = list(settings)
+    for field in ("users", "priorities"):
+        readers = [(key, policy) for (key, policy), wanted in _WORKLOAD_OF.items() if wanted == field]
+        salts = field == "users"
+        is_set = any(getattr(workload, field) is not None for _, workload in settings)
+        if is_set and not any(_reads(engine, readers) or (salts and work.cache_salts) for engine, work in settings):
+            known = [f"engine.{key} {policy!r}" for key, policy in readers] + ["workload.cache_salts"] * salts
+            raise ValueError(f"workload.{field} has no effect without {' or '.join(known)}: leave it out")
+
+
+def _reads(engine: EngineConfig, readers: Sequence[tuple[str, str]]) -> bool:
+    chosen = [getattr(engine, key) for key in POLICIES]
+    return any(getattr(engine, key) == policy for key, policy in readers) or any(":" in (name or "") for name in chosen)

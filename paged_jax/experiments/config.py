@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from paged_jax.config import EngineConfig, StrictModel, nearest, parse
-from paged_jax.experiments.compatibility import check_together
+from paged_jax.experiments.compatibility import check_has_effect, check_together
 from paged_jax.experiments.report_spec import Name, Report
 from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, repeats, same, swept_keys
 from paged_jax.experiments.workloads import WORKLOADS, LognormalWorkload, PromptsWorkload, SharedPrefixWorkload
@@ -239,6 +239,7 @@ def _checked_points(raw: Mapping[str, Any], sweep: Any, known: Sequence[str]) ->
     for sentence, label in problems.items():
         everywhere = len(problems) == 1 and not checked  # then the sweep has nothing to do with it
         raise ValueError(sentence if everywhere else f"{sentence} (setting {label})")
+    check_has_effect((sections["engine"], sections["workload"]) for sections in checked)
     return checked[0]
 
 

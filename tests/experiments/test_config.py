@@ -93,16 +93,16 @@ def test_null_in_a_sweep_leaves_its_key_unset(raw_experiment, tmp_path):
             {"engine.preemption_mode": ["recompute", "swap"], "engine.num_swap_blocks": [None, 8]},
         ],
         "engine.aging_s": [None],
-        "workload.users": [None, 3],
+        "workload.request_rate": [None, 3.0],
     }
     raw_experiment["report"] = {"y": ["wall_s"], "x": "engine.scheduling_policy"}
     config = experiment_from_dict(raw_experiment)
     points = settings(config)
     assert [s.engine.length_predictor for s in points] == [None, None, "oracle", "oracle", "oracle", "oracle"] * 2
     assert [s.engine.num_swap_blocks for s in points] == [None, 8] * 6
-    assert [s.workload.users for s in points] == [None] * 6 + [3] * 6
+    assert [s.workload.request_rate for s in points] == [None] * 6 + [3.0] * 6
     assert points[0].label == (
-        "aging_s=unset, users=unset, scheduling_policy=fcfs, length_predictor=unset, preemption_mode=recompute, "
+        "aging_s=unset, request_rate=unset, scheduling_policy=fcfs, length_predictor=unset, preemption_mode=recompute, "
         "num_swap_blocks=unset"
     )
     write_config(config, tmp_path / "config.yaml")
@@ -116,7 +116,28 @@ def test_swept_values_as_people_read_them(value, text):
     assert shown(value) == text
 
 
+@pytest.mark.parametrize(
+    ("workload", "engine"),
+    [
+        ({"users": 2, "cache_salts": True}, ["fcfs"]),
+        ({"users": 2}, ["fcfs", "fair"]),
+        ({"users": 2, "priorities": 2}, ["my_policies:Queue"]),
+        ({"priorities": 2}, ["fcfs", "priority"]),
+    ],
+)
+def test_users_and_priorities_may_be_looked_at_by_one_setting_of_those_compared(raw_experiment, workload, engine):
+    raw_experiment["sweep"] = {"engine.scheduling_policy": engine}
+    raw_experiment["workload"] |= workload
+    raw_experiment["report"] = {"y": ["wall_s"]}
+    assert len(settings(experiment_from_dict(raw_experiment))) == len(engine)
+
+
 IMPOSSIBLE_SETTINGS = [
+    ({"workload.users": 2}, {"engine.scheduling_policy": ["fcfs", "sjf"]},
+     "workload.users has no effect without engine.scheduling_policy 'fair' or workload.cache_salts: leave it out"),
+    ({}, {"workload.priorities": [None, 2]},
+     "workload.priorities has no effect without engine.scheduling_policy 'priority' or engine.victim_policy "
+     "'lowest_priority': leave it out"),
     ({}, {"engine.prefix_cache": ["hash", "none"], "engine.eviction": ["lru", None]},
      "engine: eviction has no effect with prefix_cache 'none': leave it unset "
      "(setting prefix_cache=none, eviction=lru)"),
