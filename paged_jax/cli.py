@@ -108,7 +108,7 @@ def _parse(name: str, arguments: list[str]) -> Command:
         args=arguments,
         return_unknown_args=True,
     )
-    if isinstance(parsed, Run | Replay | BenchScheduler):  # overrides may also follow flags
+    if hasattr(parsed, "overrides"):  # they may also follow flags
         parsed = dataclasses.replace(parsed, overrides=(*parsed.overrides, *left))
     elif left:
         raise UsageError(f"{prog} cannot place {left[0]!r}: see `{prog} --help`")

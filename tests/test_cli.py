@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import pytest
 import tokenizers
+import tyro
 from recorded_runs import three
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -277,6 +278,24 @@ def test_process_ends_with_a_status_and_no_traceback() -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == "paged-jax: error: no experiment file at nowhere.yaml; examples are under configs/\n"
+
+
+def test_any_command_with_overrides_takes_them_after_flags_too(
+    paged_jax: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Bake:
+        """Bake."""
+
+        needs: ClassVar[str] = ""
+        overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+        hot: tyro.conf.FlagCreatePairsOff[bool] = False
+
+        def __call__(self) -> None:
+            print(self.overrides)
+
+    monkeypatch.setitem(COMMANDS, "bake", Bake)
+    assert paged_jax("bake", "a=1", "--hot", "b=2").out == "('a=1', 'b=2')\n"
 
 
 def test_closed_pipe_is_quiet() -> None:
