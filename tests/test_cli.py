@@ -125,6 +125,8 @@ ERRORS = [
     (["replay", "nowhere.jsonl"], "no trace at nowhere.jsonl: EngineConfig.trace_file records one"),
     (["replay", SMOKE], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
     (["diff", SMOKE, "nowhere.jsonl"], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
+    (["bench-scheduler", "max_num_seqs=2"], "max_num_seqs is chosen here so that all requests of a row fit: leave it"),
+    (["bench-scheduler", "eviction=5"], "eviction: input should be a valid string, got 5 (in the setting 'default"),
     (["fetch", "smollm2"], "no model 'smollm2' in the catalogue; did you mean 'smollm2-135m'?"),
     (["fetch", "tiny-llama"], "'tiny-llama' is known by its shape only, there is nothing to fetch"),
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 from typing import ClassVar, Protocol
 
 PROGRAM = "paged-jax"
+BAR_FORMAT = "{desc} |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}]"
+"""Of progress bars whose steps take different times, so that an estimate would mislead."""
 STATUS_ERROR = 1
 """Of a command that could not do what it was asked."""
 

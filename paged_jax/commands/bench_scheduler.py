@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from paged_jax.commands import UsageError
+from paged_jax.commands import BAR_FORMAT, UsageError
 from paged_jax.flags import flag_name
 
 
@@ -13,8 +13,10 @@ from paged_jax.flags import flag_name
 class BenchScheduler:
     """Time the scheduler: microseconds of the host per step, per request and per admitted prompt.
 
-    The real engine runs over an executor that answers at once. Shown are the smallest of the samples and their median:
-    read the smallest on a machine with other work. Engine settings may follow; they go to every row.
+    The real engine runs over an executor that answers at once. A step costs what comes before its launch (planning) and
+    what comes after its result (booking), together the column "scheduler"; an admission also costs the door, which
+    checks and queues the request. Shown are the smallest of the samples and their median: read the smallest on a
+    machine with other work. Engine settings may follow; they go to every row.
 
     examples:
         paged-jax bench-scheduler
@@ -49,19 +51,19 @@ class BenchScheduler:
         from tqdm import tqdm
 
         from paged_jax.experiments.config import read_overrides
-        from paged_jax.experiments.scheduler_bench import SETTINGS, measure, table
+        from paged_jax.experiments.scheduler_bench import rows, table
 
-        engine = read_overrides(self.overrides)
-        with tqdm(total=len(SETTINGS) * (len(self.running) + 2), leave=False) as bar:
-            costs = []
-            for cost in measure(
-                self.running,
-                prompt_len=self.prompt_len,
-                block_size=self.block_size,
-                repeats=self.repeats,
-                engine=engine,
-                progress=bar.set_description_str,
-            ):
-                costs.append(cost)
+        planned = rows(
+            self.running,
+            prompt_len=self.prompt_len,
+            block_size=self.block_size,
+            repeats=self.repeats,
+            overrides=read_overrides(self.overrides),
+        )
+        measured = []
+        with tqdm(total=len(planned), bar_format=BAR_FORMAT, leave=False) as bar:
+            for row in planned:
+                bar.set_description_str(f"{row.setting.name}: {row.work}")
+                measured.append((row, row.samples()))
                 bar.update()
-        print(table(costs), end="")
+        print(table(measured), end="")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import tyro
 
-from paged_jax.commands import PROGRAM, UsageError
+from paged_jax.commands import BAR_FORMAT, PROGRAM, UsageError
 from paged_jax.config import EngineConfig, parse
 from paged_jax.flags import as_flags, flags_of, values_of
 from paged_jax.sampling.params import SamplingParams
@@ -84,7 +84,7 @@ class Generate:
         with tqdm(
             total=1,
             desc="loading",
-            bar_format="{desc} |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}]",
+            bar_format=BAR_FORMAT,
             leave=False,
         ) as bar:
             from paged_jax.llm import LLM

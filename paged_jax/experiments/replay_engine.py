@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from paged_jax.config import READERS, EngineConfig, parse
+from paged_jax.config import EngineConfig, parse
 from paged_jax.engine.clock import Clock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.recorder import Event
 from paged_jax.engine.request import Request
 from paged_jax.execution.plan import SchedulerOutput, StepResult, TokenLogprobs
+from paged_jax.experiments.no_device import with_overrides
 from paged_jax.experiments.trace import RecordedPrompt, Trace
 from paged_jax.kv_cache.eviction import Eviction
 from paged_jax.kv_cache.eviction.belady import BeladyEviction
@@ -178,8 +179,4 @@ def replay_config(trace: Trace, overrides: dict[str, Any]) -> EngineConfig:
     # of no use without a device; some of them contradict settings that may be changed here
     values = {**recorded, **dict.fromkeys(("trace_file", "token_buckets", "kv_cache_memory", "memory_utilization"))}
     values |= {"swap_space": None} if "num_swap_blocks" in overrides else {}
-    values |= overrides
-    for field, readers in READERS.items():
-        if not any(":" in str(values[other]) or values[other] in names for other, names in readers.items()):
-            values[field] = overrides.get(field)  # what was recorded has no effect any more
-    return parse(EngineConfig, values)
+    return parse(EngineConfig, with_overrides(values, overrides))

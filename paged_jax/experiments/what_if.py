@@ -16,26 +16,11 @@ from paged_jax.engine.request import Request
 from paged_jax.engine.trace_file import TraceFile
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.experiments.config import read_overrides
+from paged_jax.experiments.no_device import check_has_effect
 from paged_jax.experiments.replay import SILENT_SECONDS
 from paged_jax.experiments.replay_engine import Handle, RecordedExecutor, ReplayEngine, replay_config
 from paged_jax.experiments.totals import Totals, totals_table
 from paged_jax.experiments.trace import RecordedPrompt, Trace, counted
-
-WITHOUT_EFFECT = (
-    "attention_implementation",
-    "attention_interpret",
-    "dtype",
-    "kv_cache_dtype",
-    "kv_cache_memory",
-    "layer_loop",
-    "load_format",
-    "memory_utilization",
-    "seed",
-    "swap_space",
-    "token_buckets",
-    "trace_file",
-)
-"""Settings of the device, the model or the recording."""
 
 
 class _Tee:
@@ -166,9 +151,7 @@ def _names(prompts: Sequence[RecordedPrompt]) -> list[str]:
 
 def _changes(trace: Trace, overrides: Sequence[str]) -> dict[str, Any]:
     changes = read_overrides(overrides)
-    for key in changes:
-        if key in WITHOUT_EFFECT:
-            raise ValueError(f"{key} has no effect in a replay, which has no model and no device: leave it out")
+    check_has_effect(changes, "a replay")
     recorded = trace.header["config"]
     if changes.get("block_size", recorded["block_size"]) != recorded["block_size"] and "num_blocks" not in changes:
         raise ValueError(
