@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,7 @@ USAGE_ERRORS = [
     ([*GENERATE, "b"], "paged-jax generate cannot place 'b'"),
     ([*GENERATE, "--block-sise", "3"], "unknown flag '--block-sise'; did you mean '--block-size'"),
     ([*GENERATE, "-x"], "unknown flag '-x'; see `paged-jax generate --help`"),
+    ([*GENERATE, "--max-logprobs", "3"], "unknown flag '--max-logprobs'"),
     ([*GENERATE, "--block-size", "0"], "--block-size: input should be greater than or equal to 1"),
     ([*GENERATE, "--block-size", "x"], "--block-size: input should be a valid integer, got 'x'"),
     ([*GENERATE, "--block-size", "-3"], "--block-size: input should be greater than or equal to 1"),
@@ -192,7 +194,7 @@ def test_help_of_a_command(paged_jax: Program, name: str) -> None:
 
 def test_help_of_generate_explains_every_engine_setting(paged_jax: Program) -> None:
     out = paged_jax("generate", "--help").out
-    for field in EngineConfig.model_fields:
+    for field in set(EngineConfig.model_fields) - {"max_logprobs"}:  # of which only the text is shown
         assert f"--{field.replace('_', '-')}" in out
     assert "Tokens per KV block (page). (default: 16)" in out
     assert "{auto,float32,bfloat16,float16}" in out
@@ -366,6 +368,29 @@ def test_generate_records_what_replay_reproduces(paged_jax: Program, tiny_model:
     assert json.loads(path.read_text().splitlines()[-1])["stop"] == whole[3:6]
     assert "every decision reproduced" in paged_jax("replay", str(path)).out
     assert "exists, and is not overwritten" in paged_jax(*command, "--trace-file", str(path)).error
+
+
+def test_a_prompt_arrives_when_all_is_compiled(
+    paged_jax: Program, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a trace that waits for compilation, policies would seem to save a minute."""
+    from paged_jax.execution.jax_executor import JaxExecutor
+
+    warm_up, seconds = JaxExecutor.warm_up, []
+
+    def noted(self: JaxExecutor, *arguments: object, **keywords: object) -> None:
+        began = time.perf_counter()
+        warm_up(self, *arguments, **keywords)
+        seconds.append(time.perf_counter() - began)
+
+    monkeypatch.setattr(JaxExecutor, "warm_up", noted)
+    path = tmp_path / "run.jsonl"
+    command = ["generate", "--model", tiny_model, *ENGINE, "--prompt", "hello", "--max-tokens", "2"]
+    assert paged_jax(*command, "--trace-file", str(path)).status == 0
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    (arrival,) = (event for event in events if event["event"] == "arrival")
+    assert arrival["t"] >= seconds[0], "the engine's clock runs from before the compilation"
+    assert events[0]["config"]["max_logprobs"] == 0
 
 
 def test_run_writes_results_and_prints_the_tables(paged_jax: Program, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ _NOT_STREAMED = ("n", "logprobs")  # one sample is streamed, and nothing but its
 _SAMPLING_DEFAULTS = {
     f.name: f.default for f in dataclasses.fields(SamplingParams) if f.init and f.name not in _NOT_STREAMED
 } | {"temperature": 0.0, "max_tokens": 128}
-_ENGINE_DEFAULTS = {name: f.default for name, f in EngineConfig.model_fields.items()}
+_NO_LOGPROBS = {"max_logprobs": 0}  # programs are smaller without
+_ENGINE_DEFAULTS = {name: f.default for name, f in EngineConfig.model_fields.items() if name not in _NO_LOGPROBS}
 
 _SamplingFlags = flags_of(SamplingParams, _SAMPLING_DEFAULTS, names=_SAMPLING_NAMES)
 _EngineFlags = flags_of(EngineConfig, _ENGINE_DEFAULTS, notes={"debug": "Also show the traceback of an error."})
@@ -71,7 +72,7 @@ class Generate:
         except ValueError as error:
             raise UsageError(as_flags(str(error), _SAMPLING_DEFAULTS, _SAMPLING_NAMES)) from error
         try:
-            return params, parse(EngineConfig, values_of(self.engine))
+            return params, parse(EngineConfig, values_of(self.engine) | _NO_LOGPROBS)
         except ValueError as error:
             raise UsageError(as_flags(str(error), _ENGINE_DEFAULTS)) from error
 
@@ -90,9 +91,10 @@ class Generate:
             from paged_jax.llm import LLM
 
             llm = LLM(self.model, **config.model_dump())
-            # not llm.stream: the request is refused here, before minutes of compiling, and counted afterwards
-            request = llm.engine.add_request(PROGRAM, self._tokens(llm, prompt), params)
-            _compile(llm, request.num_prompt_tokens, bar)
+            tokens = self._tokens(llm, prompt)
+            _check(llm, tokens, params)  # before minutes of compiling
+            _compile(llm, len(tokens), bar)
+            request = llm.engine.add_request(PROGRAM, tokens, params)  # not llm.stream: it is counted afterwards
         try:
             for piece in _stream(llm, request):
                 print(piece, end="", flush=True)
@@ -113,6 +115,24 @@ def _read_prompt() -> str:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt on standard input is not {error.encoding}: {error.reason}") from error
+
+
+def _check(llm: "LLM", token_ids: list[int], params: SamplingParams) -> None:
+    """Raise ValueError for a request that the engine would refuse; it arrives later, when all is compiled."""
+    from paged_jax.engine.door import Door
+
+    engine = llm.engine
+    door = Door(
+        engine.config,
+        engine.tokenizer,
+        engine.vocab_size,
+        engine.max_model_len,
+        engine.max_request_len,
+        engine.num_blocks,
+    )
+    door.read_prompt(token_ids)
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
+    door.check_params(params, ends, params.n)
 
 
 def _compile(llm: "LLM", num_prompt_tokens: int, bar: Any) -> None:
