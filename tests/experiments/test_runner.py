@@ -4,11 +4,13 @@ import math
 import pytest
 
 from paged_jax.config import EngineConfig
+from paged_jax.engine.engine import Arrival
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.lock import locked
 from paged_jax.experiments.progress import RunProgress
-from paged_jax.experiments.runner import run_experiment
+from paged_jax.experiments.runner import run_experiment, run_workload
 from paged_jax.experiments.trials import plan, replace_file
+from paged_jax.sampling.params import SamplingParams
 
 
 @pytest.fixture
@@ -302,6 +304,20 @@ def test_a_compilation_inside_a_trial_is_reported(run, make_fake_engine):
         return engine
 
     assert "compiled inside timed trials" in run(make_engine=recompiling).text
+
+
+def test_steps_that_compute_nothing_are_not_counted(make_fake_engine):
+    engine = make_fake_engine(EngineConfig(max_num_seqs=4))
+    step, calls = engine.step, []
+
+    def every_other_one():
+        calls.append(None)
+        return step() if len(calls) % 2 else []
+
+    engine.step = every_other_one
+    _, steps, _ = run_workload(engine, [Arrival(0.0, "a", (1, 2), SamplingParams(max_tokens=5))])
+    assert len(calls) == 9
+    assert len(steps) == len({stats.start_time for stats in steps}) == 5
 
 
 def test_the_estimate_weighs_warm_ups_and_trials(monkeypatch):
