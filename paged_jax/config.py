@@ -113,7 +113,8 @@ class EngineConfig(StrictModel):
     """Who shares a batch: "continuous" (decided at every step), "static" (fixed until all of it is done), or
     "package.module:Class"."""
     budget_order: Literal["decode_first", "prefill_first"] = "decode_first"
-    """Who gets a step's token budget first: running decodes, or prompts."""
+    """Who gets a step's token budget first: running decodes, or prompts, which may then hold decodes up for as long as
+    they keep coming."""
     allocator: str = "paged"
     """How KV memory is given out: "paged", Orca's contiguous "reserve_max", "reserve_pow2" and "reserve_oracle", or
     "package.module:Class"."""
@@ -171,6 +172,18 @@ class EngineConfig(StrictModel):
     debug: bool = False
     """Check the KV accounting and the block ids at every step, and fill freed pages with NaN (slow)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_names(cls, values: Any) -> Any:
+        """A policy of ours that is named by its path is the same as by its short name, also for the rules below."""
+        if not isinstance(values, Mapping):
+            return values
+        short = {field: {path: name for name, path in known.items()} for field, known in POLICIES.items()}
+        return {
+            key: short[key].get(value, value) if key in short and isinstance(value, str) else value
+            for key, value in values.items()
+        }
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
@@ -221,10 +234,8 @@ class EngineConfig(StrictModel):
                 "scheduling_policy 'longest_prefix_match' asks the prefix cache, and there is none: "
                 "choose another policy or a prefix_cache"
             )
-        if self.allocator in RESERVATIONS and self.watermark:
-            raise ValueError(
-                f"watermark has no effect with allocator {self.allocator!r}, whose requests never grow: leave it unset"
-            )
+        if self.allocator in RESERVATIONS:
+            self._check_unused_preemption()
         if self.num_swap_blocks is not None and self.swap_space is not None:
             raise ValueError("num_swap_blocks and swap_space both set the size of host memory: give one of them")
         for field, readers in READERS.items():
@@ -245,6 +256,18 @@ class EngineConfig(StrictModel):
                 "scheduling_policy 'srpt' takes places of requests that run, and batching 'static' fixes a batch until "
                 "it is done: use 'sjf'"
             )
+
+    def _check_unused_preemption(self) -> None:
+        """Requests with reservations never grow, so that nobody gives way but those whose place `srpt` takes."""
+        unused = ["watermark"]
+        if self.scheduling_policy != "srpt" and ":" not in self.scheduling_policy:
+            unused += ["preemption_mode", "victim_policy", "max_preemptions"]
+        for field in unused:
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(
+                    f"{field} has no effect with allocator {self.allocator!r}, whose requests never grow: leave it "
+                    "unset"
+                )
 
     @property
     def prefix_cache_name(self) -> str:

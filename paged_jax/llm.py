@@ -196,7 +196,8 @@ class LLM:
         runs when one of them cannot be served.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._generate([_prompt(p) for p in prompts], sampling_params, use_tqdm, priority)
+        params = _params(sampling_params, len(prompts))
+        return self._generate([_prompt(p) for p in prompts], params, use_tqdm, priority)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -214,9 +215,11 @@ class LLM:
     def update_weights(self, model: str) -> None:
         """Go on with the weights of another checkpoint of the same shape, named as in the constructor.
 
-        What the old weights have computed is of no use: cached prefixes are forgotten. Raises ValueError when the
+        What the old weights have computed is of no use: cached prefixes are forgotten. Tokenizer and end tokens stay
+        the old ones; until this returns both sets of weights are in memory. Raises ValueError when the
         shapes differ, or while requests are unfinished; nothing is changed then.
         """
+        self.engine.check_idle()  # before the weights are loaded
         self.engine.update_weights(EngineFactory(model).decoder(self.engine.config))
 
     def chat(
@@ -230,7 +233,7 @@ class LLM:
             raise ValueError('chat takes a list of messages such as {"role": "user", "content": "Hello"}')
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [{"prompt": self.tokenizer.encode_chat([dict(m) for m in c])} for c in conversations]
-        return self._generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, _params(sampling_params, len(prompts)), use_tqdm)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -238,20 +241,25 @@ class LLM:
         """Complete one prompt, or answer one conversation, and yield the text piece by piece as it becomes certain.
 
         What might still turn out to be part of a stop string is held back. Closing the iterator aborts the request.
-        A prompt that cannot be served is refused when the first piece is asked for.
+        A prompt that cannot be served, or asked for more than one sample's text, is refused when the first piece is
+        asked for.
         """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"a stream takes one SamplingParams, got {params!r}")
+        if params.n > 1 or params.logprobs is not None:
+            raise ValueError("a stream is the text of one sample: for n or logprobs use generate")
+        tokenizer = self.tokenizer  # without one there would be no text
         if isinstance(prompt, str | Mapping):
             wanted = _prompt(prompt)
         else:
-            wanted = {"prompt": self.tokenizer.encode_chat([dict(m) for m in prompt])}
-        if sampling_params is not None and sampling_params.n > 1:
-            raise ValueError(f"a stream is of one sample, not of n ({sampling_params.n}): use generate")
-        request = self._add([wanted], sampling_params)[0]
+            wanted = {"prompt": tokenizer.encode_chat([dict(m) for m in prompt])}
+        request = self._add([wanted], [params])[0]
         try:
             shown = 0
             while not request.is_finished:
                 self.engine.step()
-                text = request.text.text if request.text else ""
+                text = request.text.text
                 if len(text) > shown:
                     yield text[shown:]
                     shown = len(text)
@@ -261,7 +269,7 @@ class LLM:
     def _generate(
         self,
         prompts: list[dict[str, Any]],
-        params: SamplingParams | Sequence[SamplingParams | BeamSearchParams] | None,
+        params: Sequence[SamplingParams | BeamSearchParams],
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -284,19 +292,12 @@ class LLM:
     def _add(
         self,
         prompts: Sequence[dict[str, Any]],
-        sampling_params: SamplingParams | Sequence[SamplingParams | BeamSearchParams] | None,
+        params: Sequence[SamplingParams | BeamSearchParams],
         priority: Sequence[int] | None = None,
     ) -> list[Request]:
         """Queue all prompts, or none if one is refused."""
-        if isinstance(sampling_params, list | tuple):
-            params = list(sampling_params)
-        else:
-            params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
-        for own in params:
-            if not isinstance(own, SamplingParams | BeamSearchParams):
-                raise ValueError(f"sampling_params must be SamplingParams, one or one for each prompt, got {own!r}")
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params: give one, or one for each")
+        if isinstance(priority, int):
+            raise ValueError(f"priority must be a list with one number for each prompt, got {priority!r}")
         urgency = [0] * len(prompts) if priority is None else list(priority)
         if len(urgency) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(urgency)} priorities: give one for each")
@@ -315,11 +316,23 @@ class LLM:
         return requests
 
 
+def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """The sampling params of each of `count` prompts."""
+    one = SamplingParams() if given is None else given
+    params = list(given) if isinstance(given, list | tuple) else [one] * count
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, one or one for each prompt, got {own!r}")
+    if len(params) != count:
+        raise ValueError(f"{count} prompts but {len(params)} sampling params: give one, or one for each")
+    return params
+
+
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     """The keywords of `Engine.add_request` that a prompt stands for."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    extras = {"cache_salt": str, "user": str, "expected_output_len": int}
+    extras = ("cache_salt", "user", "expected_output_len")
     keys = set(prompt) - set(extras) if isinstance(prompt, Mapping) else set()
     if keys not in ({"prompt"}, {"prompt_token_ids"}):
         raise ValueError(
@@ -327,7 +340,4 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
             "or expected_output_len"
         )
     (key,) = keys
-    for name, kind in extras.items():
-        if name in prompt and not isinstance(prompt[name], kind):
-            raise ValueError(f"{name} of a prompt must be of type {kind.__name__}, got {prompt[name]!r}")
     return {"prompt": prompt[key], **{name: prompt[name] for name in extras if name in prompt}}

@@ -102,5 +102,5 @@ def _by_token(token: int, entry: TokenLogprobs, tokenizer: "Tokenizer | None") -
     def decoded(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.backend.decode([token_id], skip_special_tokens=False)
 
-    own = {token: Logprob(entry.logprob, entry.rank, decoded(token))}
-    return own | {t: Logprob(logprob, rank, decoded(t)) for rank, (t, logprob) in enumerate(entry.top, start=1)}
+    top = {t: Logprob(logprob, rank, decoded(t)) for rank, (t, logprob) in enumerate(entry.top, start=1)}
+    return {token: Logprob(entry.logprob, entry.rank, decoded(token)), **{t: p for t, p in top.items() if t != token}}

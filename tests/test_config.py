@@ -86,6 +86,11 @@ REFUSED = [
       for allocator in RESERVATIONS for cache in ("hash", "radix", "package.module:Class")),
     *(({"allocator": allocator, "eviction": "lru"}, f"eviction has no effect with allocator '{allocator}'")
       for allocator in RESERVATIONS),
+    *(({"allocator": "reserve_max", **unused}, f"{next(iter(unused))} has no effect with allocator 'reserve_max'")
+      for unused in ({"preemption_mode": "swap"}, {"victim_policy": "most_blocks"}, {"max_preemptions": 1})),
+    ({"batching": "paged_jax.engine.policies.static:StaticBatching", "scheduling_policy": "srpt"},
+     "scheduling_policy 'srpt' takes places"),
+    ({"allocator": "paged_jax.kv_cache.reservation:ReserveMax", "prefix_cache": "hash"}, "allocator 'reserve_max'"),
     *(({"allocator": allocator, "watermark": 0.1}, f"watermark has no effect with allocator '{allocator}'")
       for allocator in RESERVATIONS),
     *(({"scheduling_policy": "longest_prefix_match", **without},
@@ -134,7 +139,7 @@ ACCEPTED = [
     *({"prefix_cache": cache, "eviction": eviction} for cache in (None, "hash", "radix", "package.module:Class")
       for eviction in ("lru", "lfu", "fifo", "cost", "belady")),
     *({"batching": "static", "scheduling_policy": policy} for policy in ("fcfs", "priority", "sjf", "fair")),
-    {"allocator": "reserve_max", "preemption_mode": "swap", "num_swap_blocks": 9},
+    {"allocator": "reserve_max", "scheduling_policy": "srpt", "preemption_mode": "swap", "num_swap_blocks": 9},
 ]  # fmt: skip
 
 
@@ -237,3 +242,7 @@ def test_policies_are_loaded_by_short_name_or_path() -> None:
 def test_policy_that_cannot_be_loaded_is_named(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         load_policy("eviction", name)
+
+
+def test_a_policy_of_ours_named_by_its_path_is_the_short_name() -> None:
+    assert EngineConfig(batching="paged_jax.engine.policies.static:StaticBatching") == EngineConfig(batching="static")

@@ -207,7 +207,7 @@ def test_users_and_true_lengths_reach_the_policies(make_llm: MakeLLM) -> None:
         (lambda llm: llm.generate(_tokens((1,), (2,)), [greedy(2)]), "2 prompts but 1 sampling params"),
         (
             lambda llm: llm.generate({"prompt_token_ids": [1], "cache_salt": 3}, greedy(2)),
-            "cache_salt of a prompt must be of type str, got 3",
+            "cache_salt must be a string, got 3",
         ),
         (
             lambda llm: llm.generate({"prompt_token_ids": [1], "salt": "x"}, greedy(2)),
@@ -215,7 +215,7 @@ def test_users_and_true_lengths_reach_the_policies(make_llm: MakeLLM) -> None:
         ),
         (
             lambda llm: llm.generate({"prompt_token_ids": [1], "expected_output_len": 0}, greedy(2)),
-            "expected_output_len must be 1 or more, got 0",
+            "expected_output_len must be None or a whole number, 1 or more, got 0",
         ),
         (lambda llm: llm.beam_search(_tokens((1,)), greedy(2)), "beam_search takes BeamSearchParams"),
         (
@@ -229,7 +229,7 @@ def test_users_and_true_lengths_reach_the_policies(make_llm: MakeLLM) -> None:
         (lambda llm: llm.generate(_tokens((1,)), SamplingParams(logprobs=21)), r"logprobs \(21\) is more than"),
         (
             lambda llm: list(llm.stream({"prompt_token_ids": [1]}, SamplingParams(n=2))),
-            r"a stream is of one sample, not of n \(2\)",
+            "a stream is the text of one sample: for n or logprobs use generate",
         ),
     ],
 )

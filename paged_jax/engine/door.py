@@ -35,6 +35,8 @@ class Door:
                 raise ValueError("this model has no tokenizer: give the prompt as token ids")
             prompt = self.tokenizer.encode(text)
         try:
+            if isinstance(prompt, bytes | bytearray | memoryview):
+                raise TypeError  # an array would take them for the machine's numbers
             tokens = array("q", prompt)
         except (TypeError, OverflowError):
             raise ValueError("a prompt must be a string or a list of whole token ids") from None
@@ -53,11 +55,26 @@ class Door:
             limit = (
                 f"max_model_len is {self.max_model_len}"
                 if self.max_request_len == self.max_model_len
-                else f"the KV cache holds {self.max_request_len} tokens ({self.num_blocks} blocks)"
+                else f"the KV cache of {self.num_blocks} blocks holds {self.max_request_len} tokens of a request"
             )
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and {limit}: it must leave room for at least one output token"
             )
+
+    def check_labels(self, priority: object, user: object, cache_salt: object, expected_output_len: object) -> None:
+        """What policies and caches sort and share requests by."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be a whole number, lower being more urgent, got {priority!r}")
+        for name, value in (("user", user), ("cache_salt", cache_salt)):
+            if not isinstance(value, str):
+                raise ValueError(f"{name} must be a string, got {value!r}")
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name} must be text that UTF-8 can write, got {value!r}") from None
+        length = expected_output_len
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise ValueError(f"expected_output_len must be None or a whole number, 1 or more, got {length!r}")
 
     def check_params(self, params: SamplingParams, end_token_ids: frozenset[int], width: int) -> None:
         """What the model and the engine can do; `width` samples or beams run at once."""
@@ -69,8 +86,9 @@ class Door:
                 f"{width} samples or beams of a prompt run at once, more than max_num_seqs "
                 f"({self.config.max_num_seqs}): ask for fewer, or raise max_num_seqs"
             )
-        most = min(self.config.max_logprobs, self.vocab_size)
-        if params.logprobs is not None and (params.logprobs > most or not most):
+        if params.logprobs is not None and not self.config.max_logprobs:
+            raise ValueError("logprobs cannot be had with max_logprobs 0: leave it out, or raise max_logprobs")
+        if params.logprobs is not None and params.logprobs > min(self.config.max_logprobs, self.vocab_size):
             raise ValueError(
                 f"logprobs ({params.logprobs}) is more than max_logprobs ({self.config.max_logprobs}) or the "
                 f"vocabulary ({self.vocab_size}): ask for fewer, or raise max_logprobs"

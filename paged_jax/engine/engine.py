@@ -8,6 +8,7 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.clock import Clock
 from paged_jax.engine.door import Door
+from paged_jax.engine.interrupts import HeldInterrupts
 from paged_jax.engine.policies import PolicyContext, load_policy
 from paged_jax.engine.recorder import Recorder, Sink, header
 from paged_jax.engine.request import Request, RequestMetrics
@@ -19,6 +20,7 @@ from paged_jax.kv_cache.eviction import Eviction
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.kv_cache.manager import CacheSpec, KVCacheManager
 from paged_jax.kv_cache.prefix_cache import PrefixCache
+from paged_jax.kv_cache.usage import KVUsage
 from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 from paged_jax.sampling.seeds import derive_seed
 from paged_jax.sampling.stop import TextStream
@@ -107,6 +109,11 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = executor.num_blocks
+        if config.num_blocks not in (None, executor.num_blocks):
+            raise ValueError(
+                f"num_blocks is {config.num_blocks}, but the executor's arrays hold {executor.num_blocks} blocks: make "
+                "it with as many"
+            )
         self.eos_token_ids = frozenset(eos_token_ids)
         kv_cache = self._make_kv_cache()
         self.max_request_len = kv_cache.max_request_len
@@ -166,7 +173,8 @@ class Engine:
 
         `priority` (lower is more urgent) and `user` matter to policies that look at them; prefixes are shared only
         between requests of the same `cache_salt`; `expected_output_len` is the true number of output tokens, which only
-        a workload can know, for policies that are told it.
+        a workload can know, for policies that are told it; with an allocator that reserves by it, output that goes on
+        beyond it ends with "length".
 
         Raises ValueError, one sentence, for a prompt or parameters that cannot be served; nothing else is touched.
         """
@@ -174,8 +182,7 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
         text, token_ids = self._door.read_prompt(prompt)
-        if expected_output_len is not None and expected_output_len < 1:
-            raise ValueError(f"expected_output_len must be 1 or more, got {expected_output_len}")
+        self._door.check_labels(priority, user, cache_salt, expected_output_len)
         is_beams = isinstance(params, BeamSearchParams)
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens) if is_beams else params
         stops = () if is_beams else params.stop_token_ids
@@ -216,72 +223,51 @@ class Engine:
             for sample in samples:
                 sample.siblings = samples
             leader.pending_samples = samples[1:]
-        self._num_requests += width
-        self._requests[request_id] = leader
-        if self._recorder is not None:
-            self._recorder.arrival(leader, params)
-        self.scheduler.add(leader, now)
+        with HeldInterrupts():
+            self.scheduler.add(leader, now)
+            self._num_requests += width
+            self._requests[request_id] = leader
+            if self._recorder is not None:
+                self._recorder.arrival(leader, params)
         return leader
 
     def step(self) -> list[Request]:
         """Run one iteration; returns the requests that gained a token or left, each sample of a prompt by itself."""
         start = self._read_clock()
         recorder = self._recorder if self._requests else None
-        scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
-        if recorder is not None:
-            recorder.begin_step()
-        plan = scheduler.schedule(start)
-        self._num_preempted += len(plan.preempted)
-        if recorder is not None:
-            recorder.schedule(plan)
-        if not plan.num_tokens:
-            left = scheduler.take_left()
-            if self._requests and not plan.preempted and not left:
-                raise RuntimeError(
-                    f"nothing could be planned for {len(self._requests)} unfinished requests: "
-                    f"check scheduling_policy {self.config.scheduling_policy!r} and "
-                    f"victim_policy {self.config.victim_policy!r}"
-                )
-            self._forget_ended(left)
-            return left
-        num_waiting, num_running = len(scheduler.waiting), len(scheduler.running)
-        in_use = sum(pool.num_in_use for pool in kv_cache.pools)
-        entries = kv_cache.num_table_entries
+        scheduler = self.scheduler
+        plan, outcome = None, None
         try:
-            result = self.executor.submit(plan).result()
-            self.clock.advance(result.modelled_seconds)
-            now = self._read_clock()
-            if recorder is not None:
-                recorder.result(plan, result)
-            outcome = scheduler.update(plan, result, now)
+            with HeldInterrupts() as interrupts:  # what is planned or booked is so as a whole
+                if recorder is not None:
+                    recorder.begin_step()
+                plan = scheduler.schedule(start)
+                self._num_preempted += len(plan.preempted)
+                if recorder is not None:
+                    recorder.schedule(plan)
+                if not plan.num_tokens:
+                    return self._end_empty_step(plan)
+                before = self._before(plan)
+                interrupts.release()
+                result = self.executor.submit(plan).result()
+                interrupts.hold()
+                self.clock.advance(result.modelled_seconds)
+                now = self._read_clock()
+                if recorder is not None:
+                    recorder.result(plan, result)
+                outcome = scheduler.update(plan, result, now)
+                self._forget_ended(outcome.left)
+                self.last_step = self._statistics(start, now, plan, result, before, outcome.usage)
         except BaseException:  # an interrupt, say: the device may be a token ahead of what is booked
-            if recorder is not None:
-                recorder.record("retract")
-            scheduler.retract(plan)
+            if plan is not None and plan.num_tokens and outcome is None:
+                if recorder is not None:
+                    recorder.record("retract")
+                scheduler.retract(plan)
             raise
-        self._forget_ended(outcome.left)
-        if recorder is not None:
-            recorder.flush(idle=not self._requests)
         if self.config.debug:
             scheduler.check_integrity()
-        self.last_step = StepStats(
-            start_time=start,
-            end_time=now,
-            num_tokens=plan.num_tokens,
-            num_padded_tokens=result.num_padded_tokens,
-            num_decode_tokens=len(plan.decodes),
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_preempted=self._num_preempted,
-            num_swapped_out=_num_moved(plan.swap_outs),
-            num_swapped_in=_num_moved(plan.swap_ins),
-            num_copied=sum(map(len, plan.copies)),
-            num_evicted=kv_cache.num_evicted - self._num_evicted,
-            blocks_in_use=in_use,
-            block_table_entries=entries * len(plan.copies),
-            kv=outcome.usage,
-        )
-        self._num_preempted, self._num_evicted = 0, kv_cache.num_evicted
+        if recorder is not None:
+            recorder.flush(idle=not self._requests)
         return list(dict.fromkeys(outcome.advanced + outcome.left)) if outcome.left else outcome.advanced
 
     def has_unfinished_requests(self) -> bool:
@@ -309,16 +295,20 @@ class Engine:
             self._recorder.record("reset")
         self.scheduler.kv_cache.reset_prefix_cache()
 
-    def update_weights(self, model: Any) -> None:
-        """Go on with the weights of another model of the same shape; cached prefixes, which the old ones computed, go.
-
-        Raises ValueError when the shapes differ, or while requests are unfinished; nothing is changed then.
-        """
+    def check_idle(self) -> None:
+        """Raise ValueError if requests are unfinished, which the present weights have begun."""
         if self._requests:
             raise ValueError(
                 f"{len(self._requests)} requests are unfinished, and the old weights began them: let them end, or "
                 "abort them, before the weights change"
             )
+
+    def update_weights(self, model: Any) -> None:
+        """Go on with the weights of another model of the same shape; cached prefixes, which the old ones computed, go.
+
+        Raises ValueError when the shapes differ, or while requests are unfinished; nothing is changed then.
+        """
+        self.check_idle()
         self.executor.update_weights(model)
         if self._recorder is not None:
             self._read_clock()
@@ -377,6 +367,58 @@ class Engine:
             logprobs=None if leader.logprobs is None else [],
         )
 
+    def _end_empty_step(self, plan: SchedulerOutput) -> list[Request]:
+        """A plan that computes nothing is not run; returns the requests that have left."""
+        left = self.scheduler.take_left()
+        if self._requests and not plan.preempted and not left:
+            raise RuntimeError(
+                f"nothing could be planned for {len(self._requests)} unfinished requests: "
+                f"check scheduling_policy {self.config.scheduling_policy!r} and "
+                f"victim_policy {self.config.victim_policy!r}"
+            )
+        self._forget_ended(left)
+        return left
+
+    def _before(self, plan: SchedulerOutput) -> tuple[int, int, int, int]:
+        """Of requests and blocks, what the step's result will change: see `StepStats`."""
+        scheduler, kv_cache = self.scheduler, self.scheduler.kv_cache
+        return (
+            len(scheduler.running),
+            len(scheduler.waiting),
+            sum([pool.num_in_use for pool in kv_cache.pools]),
+            kv_cache.num_table_entries * len(plan.copies),
+        )
+
+    def _statistics(
+        self,
+        start: float,
+        now: float,
+        plan: SchedulerOutput,
+        result: StepResult,
+        before: tuple[int, int, int, int],
+        usage: KVUsage,
+    ) -> StepStats:
+        num_running, num_waiting, blocks_in_use, block_table_entries = before
+        num_preempted, self._num_preempted = self._num_preempted, 0
+        num_evicted, self._num_evicted = self._num_evicted, self.scheduler.kv_cache.num_evicted
+        return StepStats(
+            start_time=start,
+            end_time=now,
+            num_tokens=plan.num_tokens,
+            num_padded_tokens=result.num_padded_tokens,
+            num_decode_tokens=len(plan.decodes),
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_preempted=num_preempted,
+            num_swapped_out=_num_moved(plan.swap_outs),
+            num_swapped_in=_num_moved(plan.swap_ins),
+            num_copied=sum(map(len, plan.copies)),
+            num_evicted=self._num_evicted - num_evicted,
+            blocks_in_use=blocks_in_use,
+            block_table_entries=block_table_entries,
+            kv=usage,
+        )
+
     def _text_stream(self, token_ids: tuple[int, ...], params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:
             return None
@@ -407,7 +449,8 @@ def drive(
     """Feed a workload to the engine by its arrival times and step until all is done.
 
     Requests join when the clock, counted from the call's start, reaches their time (equal times in the order given).
-    After each step yields the requests that gained a token in it, and the step's statistics.
+    After each step yields the requests that gained a token in it or left, and its statistics, None if it computed
+    nothing.
     """
     origin = clock.now()
     pending = sorted(arrivals, key=lambda arrival: arrival.time)
@@ -428,6 +471,8 @@ def drive(
             )
             position += 1
         if engine.has_unfinished_requests():
-            yield engine.step(), engine.last_step
+            before = engine.last_step
+            advanced = engine.step()
+            yield advanced, engine.last_step if engine.last_step is not before else None
         else:
             clock.wait_until(origin + pending[position].time)

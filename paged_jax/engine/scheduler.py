@@ -134,6 +134,9 @@ class Scheduler:
         kv_cache.advance(len(decodes) + sum(part.num_tokens for part in chunks))
         for parent, child in forks:
             self._begin_sample(parent, child, now)
+        for parent in {parent for parent, _ in forks}:
+            parent.pending_samples = ()
+            self._leaders.pop(parent, None)
         searches: dict[BeamSearch, None] = {}
         if logprobs is not None:
             rows, token_ids = self._book_logprobs(rows, token_ids, logprobs, searches)
@@ -196,9 +199,10 @@ class Scheduler:
         elif request in self._parked:
             self._parked.remove(request)
         else:
+            self._count_wait(request, now)
             self.waiting.remove(request)
             if request.status is RequestStatus.SWAPPED:
-                self.kv_cache.discard_swapped(request)
+                self._forget_swapped(request)
         self._close(request, reason, now)
 
     def check_integrity(self) -> None:
@@ -244,6 +248,8 @@ class Scheduler:
     def _take_waiting(self, draft: _Draft) -> None:
         waiting, batching = self.waiting, self._policies.batching
         while waiting and draft.budget > 0:
+            if not self._free_slots and not waiting.may_displace:
+                return  # some policies look long for who is next
             request = waiting.peek()
             if request in draft.preempted or not batching.admits(request):
                 return  # displaced in this very step, or not of this batch
@@ -266,9 +272,9 @@ class Scheduler:
             count = self._chunk_size(cached, request, draft.budget)
             if not count or not kv_cache.admit(request, count):
                 return False
-        self.waiting.remove(request)
+        self.waiting.admitted(request)
+        self._count_wait(request, self._now)
         metrics = request.metrics
-        metrics.max_wait = max(metrics.max_wait, self._now - request.queued_time)
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = self._now
             metrics.num_cached_tokens = request.num_computed_tokens
@@ -282,6 +288,9 @@ class Scheduler:
         self._policies.batching.joined(request)
         self._plan(request, count, draft)
         return True
+
+    def _count_wait(self, request: Request, now: float) -> None:
+        request.metrics.max_wait = max(request.metrics.max_wait, now - request.queued_time)
 
     def _chunk_size(self, computed: int, request: Request, budget: int) -> int:
         """Tokens of a request to compute in this step; 0 where its prompt may not be split and does not fit."""
@@ -316,7 +325,12 @@ class Scheduler:
         return max(self.running, key=lambda request: request.number)
 
     def _displace(self, waiting: Request, draft: _Draft) -> bool:
-        """Preempt somebody whose place the queue policy gives to the one that waits; False if there is nobody."""
+        """Preempt somebody whose place the queue policy gives to the one that waits.
+
+        False if there is nobody, or if all of them together could not make the room that it lacks.
+        """
+        if not self.waiting.may_displace or not self._chunk_size(waiting.num_computed_tokens, waiting, draft.budget):
+            return False
         yielding = [
             r
             for r in self.running
@@ -324,9 +338,11 @@ class Scheduler:
             and r not in draft.admitted
             and self.waiting.displaces(waiting, r)
         ]
-        if yielding:
-            self._preempt_in(draft, self._policies.victims.choose(yielding))
-        return bool(yielding)
+        slots = len(self._free_slots) + sum(1 + len(r.pending_samples) for r in yielding)
+        if not yielding or slots <= len(waiting.pending_samples) or not self.kv_cache.has_room_after(yielding, waiting):
+            return False
+        self._preempt_in(draft, self._policies.victims.choose(yielding))
+        return True
 
     def _preempt_in(self, draft: _Draft, victim: Request) -> None:
         """Preempt a request, which may have had its turn in this step already."""
@@ -341,8 +357,11 @@ class Scheduler:
         moved = self.kv_cache.swap_out(victim) if swaps else None
         if moved is not None:
             self._swap_outs.append(Swap(victim, *moved))
-        self._preempt(victim, swapped=moved is not None)
+        if self.record is not None:
+            self.record("preempt", request=victim, how="swap" if moved is not None else "recompute")
+        victim.metrics.num_preemptions += 1
         draft.preempted.append(victim)
+        self._preempt(victim, swapped=moved is not None)
 
     def _preempt(self, request: Request, swapped: bool = False) -> None:
         self.running.remove(request)
@@ -350,9 +369,6 @@ class Scheduler:
         self._release(request)
         for child in request.pending_samples:
             self._release(child)
-        request.metrics.num_preemptions += 1
-        if self.record is not None:
-            self.record("preempt", request=request, how="swap" if swapped else "recompute")
         if request.beam_search is not None and request.beam_search.has_offer(request):
             self._parked.append(request)  # there is nothing to compute for it now
             return
@@ -442,10 +458,6 @@ class Scheduler:
 
     def _begin_sample(self, parent: Request, child: Request, now: float) -> None:
         """A sample of a prompt that has been computed: it shares the blocks, and runs on its own from here."""
-        leader = child.samples[0]
-        leader.pending_samples = tuple(r for r in leader.pending_samples if r is not child)
-        if not leader.pending_samples:
-            self._leaders.pop(leader, None)
         child.metrics.first_scheduled_time = parent.metrics.first_scheduled_time
         child.metrics.num_cached_tokens = parent.metrics.num_cached_tokens
         child.status = RequestStatus.RUNNING
@@ -501,7 +513,9 @@ class Scheduler:
 
     def _refork(self, parent: Request, beam: Request, now: float) -> None:
         """Let a beam that was given up, or has not begun, go on from where its new parent is."""
-        if beam in beam.samples[0].pending_samples:
+        leader = beam.samples[0]
+        if beam in leader.pending_samples:
+            leader.pending_samples = tuple(r for r in leader.pending_samples if r is not beam)
             self._begin_sample(parent, beam, now)
             return
         beam.block_contents = list(parent.block_contents)

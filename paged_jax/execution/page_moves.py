@@ -40,7 +40,9 @@ class PageMoves:
         self._host = [group.sharding.with_memory_kind(_host_memory(group)) for group in pages]
         self._swapped: list[dict[tuple[int, ...], list[jax.Array]]] = [{} for _ in pages]
         self._blocks_per_layer = blocks_per_layer
-        self._sizes = [2**i for i in range((largest - 1).bit_length() + 1)]
+        # powers of two and half-way between: at most a third of what moves, and is kept on the host, is padding
+        powers = [2**i for i in range((largest - 1).bit_length() + 1)]
+        self._sizes = sorted({*powers, *(3 * power // 2 for power in powers[1:-1])})
         self._debug = debug
         self.programs = Programs(self._lower)
 
@@ -103,7 +105,7 @@ class PageMoves:
     def _cut(self, blocks: Sequence[int]) -> Iterator[np.ndarray]:
         """The block ids in as few pieces as there are programs for: the same cut for the same number of blocks.
 
-        Each is padded to a power of two, so that a few programs move any number of blocks; host memory as well.
+        Each is padded to the next such number, so that a few programs move any number of blocks; host memory as well.
         """
         largest = self._sizes[-1]
         for first in range(0, len(blocks), largest):

@@ -99,7 +99,7 @@ class KVCacheManager:
         self._emptied: list[list[int]] = [[] for _ in spec.groups]
         self._copies: list[dict[int, int]] = [{} for _ in spec.groups]  # target -> source
         self._host_freed: list[list[int]] = [[] for _ in spec.groups]
-        self._num_watermark_blocks = int(spec.watermark * spec.num_blocks)
+        self._num_watermark_blocks = math.ceil(spec.watermark * spec.num_blocks)
 
     @property
     def max_request_len(self) -> int:
@@ -350,6 +350,15 @@ class KVCacheManager:
         """Whether `count` blocks can be had beside `unused` cached ones, with the watermark kept if others run."""
         watermark = self._num_watermark_blocks if pool.num_in_use else 0
         return count + watermark <= pool.num_available - unused
+
+    def has_room_after(self, leaving: Sequence[CacheUser], request: CacheUser) -> bool:
+        """Whether a request without blocks could be admitted if these, which have blocks, gave theirs up."""
+        for group, pool in enumerate(self.pools):
+            blocks = {b for user in leaving for b in user.block_tables[group].block_ids if b}
+            freed = sum(pool.ref_count(b) == 1 for b in blocks)
+            if self._peak(group, 0, len(request.token_ids)) > pool.num_available + freed:
+                return False
+        return True
 
     def _drop_unseen(self, request: CacheUser) -> None:
         """Give up the blocks that the request's next query does not see any more."""

@@ -74,7 +74,9 @@ ALLOCATIONS = [
 def test_g06_a_request_that_no_pool_holds_is_refused_at_the_door(bench: Bench, fields: dict[str, object]) -> None:
     engine = bench.engine(num_blocks=8, max_model_len=64, **fields)
     (prompt,) = bench.prompts([5])
-    with pytest.raises(ValueError, match=r"prompt has 40 tokens and the KV cache holds 32 tokens \(8 blocks\)"):
+    with pytest.raises(
+        ValueError, match=r"prompt has 40 tokens and the KV cache of 8 blocks holds 32 tokens of a request"
+    ):
         engine.add_request("long", tuple(range(40)), greedy(4))
     (request,) = run(engine, (prompt, greedy(6)))
     assert request.output_token_ids == bench.expected(prompt, 6)

@@ -33,7 +33,7 @@ def make(policy: str, **config: Any) -> tuple[FakeEngine, QueuePolicy]:
 def admit(queue: QueuePolicy) -> Request:
     """The next request, taken out as a scheduler does it."""
     request = queue.peek()
-    queue.remove(request)
+    queue.admitted(request)
     return request
 
 
@@ -225,6 +225,27 @@ def test_fair_charges_nothing_for_requests_aborted_before_their_turn() -> None:
         assert drain(queue) == {1: [2, 3, 4], 2: [1, 3, 4]}[aborted]
 
 
+def test_fair_charges_nothing_for_one_aborted_when_it_was_next() -> None:
+    engine, queue = make("fair", fair_quantum=10)
+    requests = [engine.request(5, 5, user=user) for user in ("a", "a", "b")]
+    for request in requests:
+        queue.add(request)
+    assert queue.peek() is requests[0]
+    queue.remove(requests[0])
+    assert drain(queue) == [1, 2]
+
+
+def test_fair_keeps_the_place_of_a_preempted_request_before_other_users() -> None:
+    engine, queue = make("fair", fair_quantum=10)
+    first = engine.request(5, 5, user="a")
+    queue.add(first)
+    admit(queue)
+    for user in ("b", "c", "b"):
+        queue.add(engine.request(5, 5, user=user))
+    queue.requeue(first)
+    assert drain(queue)[0] == first.number
+
+
 def test_fair_charges_the_samples_of_a_prompt_together() -> None:
     engine, queue = make("fair", fair_quantum=10)
     parent = engine.request(output_len=5, prompt_len=5, user="a")
@@ -290,6 +311,8 @@ class SortedModel:
         self.waiting.remove(request)
         self.returned.discard(request)
 
+    admitted = remove
+
     def peek(self) -> Request:
         return min(self.waiting, key=self._rank)
 
@@ -321,10 +344,11 @@ class RoundRobinModel:
     queues: dict[str, list[Request]] = field(default_factory=dict)
     deficits: dict[str, int] = field(default_factory=dict)
     granted: bool = False
+    returned: list[Request] = field(default_factory=list)
 
     @property
     def waiting(self) -> list[Request]:
-        return list(self.costs)
+        return [*self.costs, *self.returned]
 
     def add(self, request: Request) -> None:
         assert request.expected_output_len is not None
@@ -332,10 +356,7 @@ class RoundRobinModel:
         self.queues[request.user].append(request)
 
     def requeue(self, request: Request) -> None:
-        self._enter(request, 0)
-        queue = self.queues[request.user]
-        returned = [r for r in queue if self.costs[r] == 0] + [request]
-        self.queues[request.user] = sorted(returned, key=lambda r: r.number) + [r for r in queue if self.costs[r]]
+        self.returned = sorted([*self.returned, request], key=lambda r: r.number)
 
     def _enter(self, request: Request, cost: int) -> None:
         self.costs[request] = cost
@@ -348,6 +369,8 @@ class RoundRobinModel:
         return self.granted and self.costs[self.queues[self.users[0]][0]] <= self.deficits[self.users[0]]
 
     def peek(self) -> Request:
+        if self.returned:
+            return self.returned[0]
         while not self._can_pay():
             if self.granted:
                 self.users.append(self.users.pop(0))
@@ -355,10 +378,16 @@ class RoundRobinModel:
             self.granted = True
         return self.queues[self.users[0]][0]
 
+    def admitted(self, request: Request) -> None:
+        if request not in self.returned:
+            self.deficits[request.user] -= self.costs[request]
+        self.remove(request)
+
     def remove(self, request: Request) -> None:
+        if request in self.returned:
+            self.returned.remove(request)
+            return
         user = request.user
-        if user == self.users[0] and request is self.queues[user][0] and self._can_pay():
-            self.deficits[user] -= self.costs[request]
         del self.costs[request]
         self.queues[user].remove(request)
         if not self.queues[user]:
@@ -413,14 +442,14 @@ def follow(engine: FakeEngine, model: SortedModel | RoundRobinModel, operations:
         elif name == "admit" and model.waiting:
             request = admit(queue)
             assert request is model.peek()
-            model.remove(request)
+            model.admitted(request)
             running.append(request)
         assert len(queue) == len(model.waiting)
         assert sorted(r.number for r in queue) == sorted(r.number for r in model.waiting)
     while model.waiting:
         request = admit(queue)
         assert request is model.peek()
-        model.remove(request)
+        model.admitted(request)
     assert not queue
 
 

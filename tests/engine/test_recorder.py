@@ -141,7 +141,7 @@ def test_an_interrupted_step_and_other_weights(tmp_path: Path) -> None:
     drain(engine)
     step = ["step", "allocate", "schedule"]
     assert kinds(path)[2:] == [
-        *step, "retract", "preempt", *step, "result", "token", "finish", "weights", "reset", "arrival",
+        *step, "retract", *step, "result", "token", "finish", "weights", "reset", "arrival",
         *step, "result", "token", "finish",
     ]  # fmt: skip
 

@@ -182,6 +182,7 @@ def test_rows_of_the_covering_array(tiny_engine: MakeEngine, row: Row, block_siz
         assert served[0][1].metrics.num_cached_tokens
         assert counts.evicted
     assert counts.copied or (block_size == 1 and not reserves), "whole shared blocks are not written"
-    assert counts.preempted or reserves
-    if row["preemption_mode"] == "swap" and row["num_swap_blocks"] == 200 and not reserves:
+    roomy = row["batching"] == "static" and row["windows"] == "windowed"  # nobody joins, and pages are given back
+    assert counts.preempted or reserves or roomy
+    if row["preemption_mode"] == "swap" and row["num_swap_blocks"] == 200 and not (reserves or roomy):
         assert counts.swapped_in

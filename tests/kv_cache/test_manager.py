@@ -27,7 +27,7 @@ def test_too_long_a_request_is_not_admitted_to_an_empty_pool() -> None:
 
 
 def test_admission_leaves_the_watermark_free_if_others_run() -> None:
-    manager = make(10, watermark=0.25)  # 2 blocks
+    manager = make(10, watermark=0.15)  # 1.5: 2 blocks
     first = User(list(range(40)))
     assert compute(manager, first)  # alone, it may have all
     manager.free(first)

@@ -26,6 +26,9 @@ class PolicyContext:
 class QueuePolicy(ABC):
     """In which order requests are admitted."""
 
+    may_displace: ClassVar[bool] = False
+    """Whether `displaces` may ever say yes."""
+
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
 
@@ -43,7 +46,11 @@ class QueuePolicy(ABC):
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """The request is admitted or aborted."""
+        """The request waits no more: it is aborted or, unless `admitted` says otherwise, admitted."""
+
+    def admitted(self, request: Request) -> None:
+        """The request, which `peek` has named, is admitted."""
+        self.remove(request)
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -18,8 +18,8 @@ class FairQueue(QueuePolicy):
     Users that have requests waiting are visited in turn. A visit grants the quantum Q; then the user's requests are
     admitted as long as what it has been granted pays for them. A request costs its prompt and its predicted output,
     those of its samples included, in tokens. What is left over is kept for the next visit, and lost when nothing of
-    the user waits any more. A preempted request goes back to the head of its user's queue and has been paid for. Only
-    a request that was next when it left is charged: one that is aborted further behind costs nothing.
+    the user waits any more. Preempted requests have been paid for, and come before all that are new, in order of
+    arrival. Who is aborted while waiting pays nothing.
 
     Shares: while two users always have requests waiting, from the first of both on, what they have been charged
     differs by less than Q + C, where C is the largest cost of a request.
@@ -34,6 +34,7 @@ class FairQueue(QueuePolicy):
         self._costs: dict[Request, int] = {}
         self._deficits: dict[str, int] = {}
         self._users: deque[str] = deque()
+        self._returned = FCFSQueue(context)  # preempted requests
         self._is_visiting = False
         """Whether the first of the users has got its quantum for this visit."""
 
@@ -44,15 +45,16 @@ class FairQueue(QueuePolicy):
         self._queue_of(request.user).add(request)
 
     def requeue(self, request: Request) -> None:
-        """A preempted request goes to the head of its user's queue; it has been paid for."""
-        self._costs[request] = 0
-        self._queue_of(request.user).requeue(request)
+        """A preempted request has been paid for, and is next."""
+        self._returned.requeue(request)
 
     def peek(self) -> Request:
         """The next request of the user that is visited; visits users until one can pay.
 
         The rounds in which nobody can pay are granted at once, so a small quantum costs no time.
         """
+        if self._returned:
+            return self._returned.peek()
         payable = self._payable()
         if payable is not None:
             return payable
@@ -67,11 +69,18 @@ class FairQueue(QueuePolicy):
         self._is_visiting = True
         return self._queues[self._users[0]].peek()
 
+    def admitted(self, request: Request) -> None:
+        """The request is admitted, and paid for unless it was before."""
+        if request in self._costs:
+            self._deficits[request.user] -= self._costs[request]
+        self.remove(request)
+
     def remove(self, request: Request) -> None:
-        """The request is admitted, and paid for, or aborted."""
+        """The request waits no more."""
+        if request not in self._costs:
+            self._returned.remove(request)
+            return
         user, queue = request.user, self._queues[request.user]
-        if request is self._payable():
-            self._deficits[user] -= self._costs[request]
         del self._costs[request]
         queue.remove(request)
         if not queue:
@@ -80,10 +89,10 @@ class FairQueue(QueuePolicy):
             del self._queues[user], self._deficits[user]
 
     def __len__(self) -> int:
-        return len(self._costs)
+        return len(self._costs) + len(self._returned)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain.from_iterable(self._queues.values())
+        return chain(self._returned, *self._queues.values())
 
     def _queue_of(self, user: str) -> FCFSQueue:
         if user not in self._queues:

@@ -12,6 +12,6 @@ class OracleLength(LengthPredictor):
         if request.expected_output_len is None:
             raise ValueError(
                 "length_predictor 'oracle' needs the request's expected_output_len, which request "
-                f"{request.request_id!r} does not bring"
+                f"{request.request_id!r} does not bring: give it, or choose another predictor"
             )
         return max(1, request.expected_output_len)

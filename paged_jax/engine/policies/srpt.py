@@ -1,5 +1,7 @@
 """Shortest remaining processing time first."""
 
+from typing import ClassVar
+
 from paged_jax.engine.policies.keyed_queue import KeyedQueue
 from paged_jax.engine.policies.remaining_output import remaining_output
 from paged_jax.engine.request import Request
@@ -12,6 +14,8 @@ class ShortestRemainingTime(KeyedQueue):
     each other in turn. Long requests starve under a steady stream of short ones, unless `aging_s` is set: then one that
     arrived that long ago is next, and is left to run.
     """
+
+    may_displace: ClassVar[bool] = True
 
     def key(self, request: Request) -> int:
         """Its predicted remaining output in tokens: nothing is generated while it waits."""
