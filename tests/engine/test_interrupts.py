@@ -1,10 +1,14 @@
 """Steps that are interrupted, each in turn: before the device has done anything, and before its answer is read."""
 
+import signal
+
 import pytest
-from host_executor import host_engine
+from host_executor import check_accounting, drain, host_engine, tokens_alone
 from policy_grid import Row, cache_groups, engine_fields
 from watcher import Watcher
 
+from paged_jax.engine.policies.fcfs import FCFSQueue
+from paged_jax.engine.request import Request
 from paged_jax.execution.plan import SchedulerOutput
 from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 
@@ -78,3 +82,48 @@ def test_a_lost_plan_loses_the_copies_of_those_that_it_made_wait() -> None:
     watcher.step(interrupt)
     assert [r.slot for r in x.leader.samples] == [None, None]
     watcher.drain()
+
+
+class InterruptedQueue(FCFSQueue):
+    """Ctrl-C comes while it is asked, once."""
+
+    interruptions = 1
+
+    def peek(self) -> Request:
+        if self.interruptions:
+            self.interruptions -= 1
+            signal.raise_signal(signal.SIGINT)
+        return super().peek()
+
+
+def test_ctrl_c_while_a_step_is_planned_waits_for_the_whole_plan() -> None:
+    engine = host_engine(scheduling_policy=f"{__name__}:InterruptedQueue")
+    request = engine.add_request("a", range(5), SamplingParams(temperature=0, max_tokens=4))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    check_accounting(engine)
+    drain(engine)
+    assert request.output_token_ids == tokens_alone(range(5), request.sampling_params, 256)[0]
+
+
+def test_ctrl_c_while_tokens_are_booked_waits_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = host_engine()
+    params = SamplingParams(temperature=0, max_tokens=3)
+    requests = [engine.add_request(str(i), range(i, i + 5), params) for i in range(3)]
+    kv_cache = engine.scheduler.kv_cache
+    usage = kv_cache.usage
+
+    def interrupted() -> object:
+        signal.raise_signal(signal.SIGINT)
+        return usage()
+
+    for _ in range(2):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "usage", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()  # the last tokens of all three
+    assert [request.finish_reason for request in requests] == ["length"] * 3
+    assert not engine.has_unfinished_requests()
+    check_accounting(engine)
+    assert [r.output_token_ids for r in requests] == [tokens_alone(range(i, i + 5), params, 256)[0] for i in range(3)]

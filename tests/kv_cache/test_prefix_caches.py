@@ -79,6 +79,20 @@ def test_salts_isolate(cache: PrefixCache) -> None:
     assert match(cache, "ab", "t") == []
 
 
+def test_a_salt_that_spells_a_content_finds_nothing() -> None:
+    for first in range(10**6):  # until a block's content is text, and could be a salt
+        beginning = [first, 1, 2, 3]
+        try:
+            salt = content_keys(beginning, BLOCK_SIZE)[1].decode()
+        except UnicodeDecodeError:
+            continue
+        break
+    cache = HashPrefixCache(BLOCK_SIZE, LRUEviction())
+    publish(cache, User([*beginning, 50, 51]), 1, 2, 3)
+    assert cache.match(User([*beginning, 50, 51]), 3) == [1, 2, 3]
+    assert cache.match(User([50, 51], salt), 1) == []
+
+
 def test_locked_blocks_are_not_given_up(cache: PrefixCache) -> None:
     take(cache, "abc", 1, 2, 3)
     assert cache.num_unlocked == 0

@@ -47,9 +47,13 @@ def block_contents(user: PrefixUser, count: int, block_size: int) -> list[bytes]
         return contents
     tokens = token_bytes(user.token_ids[known * block_size : count * block_size])
     width = TOKEN_SIZE * block_size
-    # a prefix of its own: no salt may be taken for the content of a block
-    content = contents[-1] if known else b"salt" + user.cache_salt.encode()
-    for start in range(0, (count - known) * width, width):
+    if known:
+        digest = blake2b(contents[-1], digest_size=_DIGEST_SIZE).digest()
+    else:  # hashed apart from contents: no salt may be taken for the beginning of another prompt
+        digest = blake2b(user.cache_salt.encode(), digest_size=_DIGEST_SIZE, person=b"salt").digest()
+    content = digest + tokens[:width]
+    contents.append(content)
+    for start in range(width, (count - known) * width, width):
         content = blake2b(content, digest_size=_DIGEST_SIZE).digest() + tokens[start : start + width]
         contents.append(content)
     return contents
