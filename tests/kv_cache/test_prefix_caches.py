@@ -210,7 +210,7 @@ def test_keys_identify_all_before() -> None:
 
 def test_a_collision_does_not_find_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     class Constant:
-        def __init__(self, content: bytes, digest_size: int) -> None:
+        def __init__(self, content: bytes, digest_size: int, person: bytes = b"") -> None:
             self.size = digest_size
 
         def digest(self) -> bytes:
