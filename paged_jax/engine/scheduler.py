@@ -141,14 +141,17 @@ class Scheduler:
         if logprobs is not None:
             rows, token_ids = self._book_logprobs(rows, token_ids, logprobs, searches)
         ended: list[Request] = []
-        advanced = [request for request, tokens in zip(rows, token_ids, strict=True) if tokens]
+        advanced = rows  # decodes and forks all sample
+        if chunks:
+            advanced = [request for request, tokens in zip(rows, token_ids, strict=True) if tokens]
         for request, tokens in zip(rows, token_ids, strict=True):
             for token in tokens:
-                request.token_ids.append(token)
+                all_tokens = request.token_ids
+                all_tokens.append(token)
                 request.metrics.token_times.append(now)
                 if (
                     token in request.end_token_ids
-                    or len(request.token_ids) >= request.max_total_tokens
+                    or len(all_tokens) >= request.max_total_tokens
                     or request.text is not None
                 ):
                     self._check_stop(request, token)
@@ -157,7 +160,7 @@ class Scheduler:
                         break
         for search in searches:
             if search.is_ready:
-                advanced += self._advance_search(search, now)
+                advanced = [*advanced, *self._advance_search(search, now)]
                 ended += search.beams if search.is_finished else ()
         usage = kv_cache.usage()
         for request in ended:

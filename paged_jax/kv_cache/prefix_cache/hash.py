@@ -1,10 +1,11 @@
 """Prefix cache over whole blocks, found by a hash chained over all tokens up to the block's end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
-from struct import calcsize, pack
+from struct import Struct, calcsize
 from typing import ClassVar
 
 from paged_jax.kv_cache.block_table import BlockTable
@@ -15,6 +16,11 @@ _DIGEST_SIZE = 16
 
 TOKEN_SIZE = calcsize("q")
 """Bytes of one token id."""
+
+
+@lru_cache(maxsize=64)
+def _packer(count: int) -> Callable[..., bytes]:
+    return Struct(f"{count}q").pack
 
 
 @dataclass(slots=True)
@@ -28,7 +34,7 @@ class _Prompt:
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """The tokens as a string of 64-bit integers, which hashes and compares fast."""
-    return pack(f"{len(token_ids)}q", *token_ids)
+    return _packer(len(token_ids))(*token_ids)
 
 
 def content_keys(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
