@@ -1,15 +1,17 @@
 """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024) over paged KV memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
 from paged_jax.config import EngineConfig
 from paged_jax.engine.beam_search import BeamSearch
+from paged_jax.engine.draft import Draft
 from paged_jax.engine.policies import BatchingPolicy, PreemptionPolicy, QueuePolicy, VictimPolicy
 from paged_jax.engine.request import Request, RequestStatus
-from paged_jax.execution.plan import Fork, ScheduledRequest, SchedulerOutput, StepResult, Swap, TokenLogprobs
+from paged_jax.engine.stop import check_stop, finish_text
+from paged_jax.execution.plan import Fork, SchedulerOutput, StepResult, Swap, TokenLogprobs
 from paged_jax.kv_cache.manager import KVCacheManager, Record
 from paged_jax.kv_cache.usage import KVUsage
 
@@ -33,21 +35,6 @@ class Outcome(NamedTuple):
     """Requests that are finished now."""
     usage: KVUsage
     """Before those gave their blocks back."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan while it is made."""
-
-    budget: int
-    """Tokens that may still be planned."""
-    counts_decodes: bool = False
-    """Whether the budget is already less by the decodes."""
-    decodes: list[Request] = field(default_factory=list)
-    chunks: list[ScheduledRequest] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    swap_ins: list[Swap] = field(default_factory=list)
 
 
 class Scheduler:
@@ -95,18 +82,16 @@ class Scheduler:
         if self.ended_rows and not self.running:  # the last member of the batch was preempted or aborted
             self._let_ended_rows_leave(now)
         self._policies.batching.begin(self.waiting, self.running)
-        draft = _Draft(self._max_num_batched_tokens - len(self.ended_rows))
+        draft = Draft(self._max_num_batched_tokens - len(self.ended_rows))
         prefills = self._take_decodes(draft)
         if not self._prefill_first:
-            draft.budget -= len(draft.decodes)
-            draft.counts_decodes = True
+            draft.charge_decodes()
         self._take_chunks(prefills, draft)
         if not draft.preempted:
             self._take_waiting(draft)
         if self._prefill_first:
-            del draft.decodes[max(0, draft.budget) :]
-            draft.budget -= len(draft.decodes)
-        if not (draft.decodes or draft.chunks or draft.preempted) and self.running:
+            draft.cut_decodes()
+        if draft.is_empty and not draft.preempted and self.running:
             # all who run are beams that wait for others, which they leave no room
             self._preempt_in(draft, max(self.running, key=lambda request: request.number))
         return self._finished_plan(draft)
@@ -154,7 +139,7 @@ class Scheduler:
                     or len(all_tokens) >= request.max_total_tokens
                     or request.text is not None
                 ):
-                    self._check_stop(request, token)
+                    check_stop(request, token)
                     if request.finish_reason is not None:
                         ended.append(request)
                         break
@@ -224,7 +209,7 @@ class Scheduler:
             assert bool(request.host_blocks) == swapped, "host memory is held by a request that is not swapped out"
             assert swapped or request.num_computed_tokens == 0, "a waiting request counts computed tokens"
 
-    def _take_decodes(self, draft: _Draft) -> list[Request]:
+    def _take_decodes(self, draft: Draft) -> list[Request]:
         """Give the running decodes room for a token each; returns the others that have something to compute."""
         prefills = []
         decodes, preempted = draft.decodes, draft.preempted
@@ -240,15 +225,15 @@ class Scheduler:
                 prefills.append(request)
         return prefills
 
-    def _take_chunks(self, prefills: Sequence[Request], draft: _Draft) -> None:
+    def _take_chunks(self, prefills: Sequence[Request], draft: Draft) -> None:
         for request in prefills:
             if request.slot is None:
                 continue  # a victim of this very step
             count = self._chunk_size(request.num_computed_tokens, request, draft.budget)
             if count and self._make_room(request, count, draft):
-                self._plan(request, count, draft)
+                draft.add(request, count)
 
-    def _take_waiting(self, draft: _Draft) -> None:
+    def _take_waiting(self, draft: Draft) -> None:
         waiting, batching = self.waiting, self._policies.batching
         while waiting and draft.budget > 0:
             if not self._free_slots and not waiting.may_displace:
@@ -259,7 +244,7 @@ class Scheduler:
             if not self._admit(request, draft) and not self._displace(request, draft):
                 return
 
-    def _admit(self, request: Request, draft: _Draft) -> bool:
+    def _admit(self, request: Request, draft: Draft) -> bool:
         """Give a waiting request slots, blocks and its part of the budget, or nothing."""
         if len(self._free_slots) <= len(request.pending_samples):
             return False
@@ -289,7 +274,7 @@ class Scheduler:
         if request.pending_samples:
             self._leaders[request] = None
         self._policies.batching.joined(request)
-        self._plan(request, count, draft)
+        draft.add(request, count)
         return True
 
     def _count_wait(self, request: Request, now: float) -> None:
@@ -301,17 +286,7 @@ class Scheduler:
         count = min(lacking, budget, self._max_chunk)
         return count if count == lacking or self._chunked else 0
 
-    def _plan(self, request: Request, count: int, draft: _Draft) -> None:
-        start = request.num_computed_tokens
-        samples = start + count == len(request.token_ids)
-        if samples and count == 1:
-            draft.decodes.append(request)
-            draft.budget -= draft.counts_decodes
-        else:
-            draft.budget -= count
-            draft.chunks.append(ScheduledRequest(request, start, count, samples))
-
-    def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, count: int, draft: Draft) -> bool:
         """Get the blocks for a running request's next tokens; False if it had to give way itself."""
         while not self.kv_cache.extend(request, count):
             victim = self._choose_victim()
@@ -327,7 +302,7 @@ class Scheduler:
             return self._policies.victims.choose(fair_game)
         return max(self.running, key=lambda request: request.number)
 
-    def _displace(self, waiting: Request, draft: _Draft) -> bool:
+    def _displace(self, waiting: Request, draft: Draft) -> bool:
         """Preempt somebody whose place the queue policy gives to the one that waits.
 
         False if there is nobody, or if all of them together could not make the room that it lacks.
@@ -347,14 +322,9 @@ class Scheduler:
         self._preempt_in(draft, self._policies.victims.choose(yielding))
         return True
 
-    def _preempt_in(self, draft: _Draft, victim: Request) -> None:
+    def _preempt_in(self, draft: Draft, victim: Request) -> None:
         """Preempt a request, which may have had its turn in this step already."""
-        if victim in draft.decodes:
-            draft.decodes.remove(victim)
-            draft.budget += draft.counts_decodes
-        for part in [part for part in draft.chunks if part.request is victim]:
-            draft.chunks.remove(part)
-            draft.budget += part.num_tokens
+        draft.withdraw(victim)
         lacking = len(victim.token_ids) - victim.num_computed_tokens
         swaps = victim.num_computed_tokens and lacking and self._policies.preemption.swaps(victim)
         moved = self.kv_cache.swap_out(victim) if swaps else None
@@ -393,9 +363,9 @@ class Scheduler:
             self._free_slots.append(request.slot)
             request.slot = None
 
-    def _finished_plan(self, draft: _Draft) -> SchedulerOutput:
+    def _finished_plan(self, draft: Draft) -> SchedulerOutput:
         decodes, chunks, idle = draft.decodes, draft.chunks, tuple(self.ended_rows)
-        if not decodes and not chunks:
+        if draft.is_empty:
             # a plan of nothing is not run: what was given up and swapped out waits for the next one
             return SchedulerOutput(preempted=tuple(draft.preempted))
         forks: list[Fork] = []
@@ -444,20 +414,6 @@ class Scheduler:
                 request.beam_search.offer(request, entry)
                 searches[request.beam_search] = None
         return others, others_tokens
-
-    def _check_stop(self, request: Request, token: int) -> None:
-        """Set the finish and stop reasons if this token, its newest, ends the request; add its text if it has any."""
-        params = request.sampling_params
-        if token in request.end_token_ids and request.num_output_tokens >= params.min_tokens:
-            request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_token_ids else None
-        elif len(request.token_ids) >= request.max_total_tokens:
-            request.finish_reason = "length"
-        if request.text is not None and (request.finish_reason != "stop" or params.include_stop_str_in_output):
-            stop_string = request.text.append(token)
-            if stop_string is not None:
-                request.finish_reason = "stop"
-                request.stop_reason = stop_string
 
     def _begin_sample(self, parent: Request, child: Request, now: float) -> None:
         """A sample of a prompt that has been computed: it shares the blocks, and runs on its own from here."""
@@ -548,9 +504,6 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.metrics.finished_time = now
-        stop_string = request.text.finish() if request.text is not None else None
-        if stop_string is not None:  # completed by the characters that were held back until the end
-            request.finish_reason = "stop"
-            request.stop_reason = stop_string
+        held = finish_text(request)
         if self.record is not None:
-            self.record("finish", request=request, held=stop_string is not None)
+            self.record("finish", request=request, held=held)
