@@ -357,7 +357,7 @@ def check_accounting(engine: Engine) -> None:
         sizes = tuple(parts)
         assert min(sizes) >= 0
         assert sum(sizes) == slots
-    live = {*holders, *scheduler.waiting, *scheduler._parked}
+    live = {*holders, *scheduler.waiting, *scheduler.parked}
     live |= {child for request in live for child in request.pending_samples}
     assert not any(request.is_finished for request in live), "an ended request is still listed"
     # those that have left a static batch are reported by the next step that is not interrupted

@@ -6,6 +6,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from paged_jax.config import EngineConfig
+from paged_jax.engine.beam_rows import advance_search
 from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.draft import Draft
 from paged_jax.engine.policies import BatchingPolicy, PreemptionPolicy, QueuePolicy, VictimPolicy
@@ -63,8 +64,10 @@ class Scheduler:
         self._num_slots = config.max_num_seqs
         self._free_slots = list(reversed(range(self._num_slots)))
         self._swap_outs: list[Swap] = []  # not yet in a plan that was run
-        self._reforked: list[Request] = []  # beams whose slot has another content than the device knows
-        self._parked: list[Request] = []  # beams that gave way after their offer, until their search goes on
+        self.reforked: list[Request] = []
+        """Beams whose slot has another content than the device knows."""
+        self.parked: list[Request] = []
+        """Beams that gave way after their offer, until their search goes on."""
         self._leaders: dict[Request, None] = {}  # running, with samples that begin when the prompt is computed
         self._left: list[Request] = []  # finished by themselves, and not yet told
         self._ended_in_flight = False  # somebody ended between the launch of a step and its result
@@ -118,7 +121,7 @@ class Scheduler:
             kv_cache.publish(request)
         kv_cache.advance(len(decodes) + sum(part.num_tokens for part in chunks))
         for parent, child in forks:
-            self._begin_sample(parent, child, now)
+            self.begin_sample(parent, child, now)
         for parent in {parent for parent, _ in forks}:
             parent.pending_samples = ()
             self._leaders.pop(parent, None)
@@ -145,7 +148,7 @@ class Scheduler:
                         break
         for search in searches:
             if search.is_ready:
-                advanced = [*advanced, *self._advance_search(search, now)]
+                advanced = [*advanced, *advance_search(self, search, now)]
                 ended += search.beams if search.is_finished else ()
         usage = kv_cache.usage()
         for request in ended:
@@ -184,8 +187,8 @@ class Scheduler:
             leader = request.samples[0]
             leader.pending_samples = tuple(r for r in leader.pending_samples if r is not request)
             self._release(request)
-        elif request in self._parked:
-            self._parked.remove(request)
+        elif request in self.parked:
+            self.parked.remove(request)
         else:
             self._count_wait(request, now)
             self.waiting.remove(request)
@@ -200,7 +203,7 @@ class Scheduler:
         pending = [child for request in holders for child in request.pending_samples]
         slots = [request.slot for request in holders + pending]
         assert None not in slots, "a running request has no slot"
-        assert not any(r.block_tables or r.host_blocks for r in self._parked), "a beam that gave way holds blocks"
+        assert not any(r.block_tables or r.host_blocks for r in self.parked), "a beam that gave way holds blocks"
         assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost or has two owners"
         for request in self.waiting:
             assert request.slot is None, "a waiting request owns a slot"
@@ -343,7 +346,7 @@ class Scheduler:
         for child in request.pending_samples:
             self._release(child)
         if request.beam_search is not None and request.beam_search.has_offer(request):
-            self._parked.append(request)  # there is nothing to compute for it now
+            self.parked.append(request)  # there is nothing to compute for it now
             return
         request.queued_time = self._now
         self.waiting.requeue(request)
@@ -369,7 +372,7 @@ class Scheduler:
             # a plan of nothing is not run: what was given up and swapped out waits for the next one
             return SchedulerOutput(preempted=tuple(draft.preempted))
         forks: list[Fork] = []
-        if self._leaders or self._reforked:
+        if self._leaders or self.reforked:
             parts = {*decodes, *(part.request for part in chunks if part.samples)}
             forks = [
                 Fork(leader, child)
@@ -377,8 +380,8 @@ class Scheduler:
                 if leader in parts and leader.beam_search is None
                 for child in leader.pending_samples
             ]
-            draft.admitted += [r for r in self._reforked if r in parts and r not in draft.admitted]
-            self._reforked = [r for r in self._reforked if r not in parts and r.slot is not None]
+            draft.admitted += [r for r in self.reforked if r in parts and r not in draft.admitted]
+            self.reforked = [r for r in self.reforked if r not in parts and r.slot is not None]
         swap_outs, self._swap_outs = self._swap_outs, []
         return SchedulerOutput(
             decodes=decodes,
@@ -415,16 +418,16 @@ class Scheduler:
                 searches[request.beam_search] = None
         return others, others_tokens
 
-    def _begin_sample(self, parent: Request, child: Request, now: float) -> None:
+    def begin_sample(self, parent: Request, child: Request, now: float) -> None:
         """A sample of a prompt that has been computed: it shares the blocks, and runs on its own from here."""
         child.metrics.first_scheduled_time = parent.metrics.first_scheduled_time
         child.metrics.num_cached_tokens = parent.metrics.num_cached_tokens
         child.status = RequestStatus.RUNNING
         self.running.append(child)
         if not self.kv_cache.fork(parent, child):
-            self._wait_for_recomputation(child, now)
+            self.wait_for_recomputation(child, now)
 
-    def _wait_for_recomputation(self, request: Request, now: float) -> None:
+    def wait_for_recomputation(self, request: Request, now: float) -> None:
         """There is no room for another copy of what a running request begins with: it begins later, by itself."""
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
@@ -433,58 +436,6 @@ class Scheduler:
             self.record("wait", request=request)
         request.queued_time = now
         self.waiting.requeue(request)
-
-    def _advance_search(self, search: BeamSearch, now: float) -> list[Request]:
-        """All beams have been extended: keep the best, fork those that are kept more than once; returns all."""
-        chosen = search.choose()
-        if search.is_finished:
-            for request in search.beams:
-                request.finish_reason = "length"
-            leader = search.beams[0].samples[0]
-            pending = leader.pending_samples  # it ended with its first token
-            for request in pending:
-                self.finish(request, "length", now)
-            return [*search.beams, *pending]
-        spare = [r for r in search.beams if all(parent is not r for parent, _ in chosen)]
-        spare += search.beams[0].samples[0].pending_samples
-        history = {parent: list(parent.token_ids) for parent, _ in chosen}
-        continued: list[Request] = []
-        for parent, _ in chosen:
-            beam = parent
-            if parent in continued:
-                beam = spare.pop(0)
-                self._refork(parent, beam, now)
-                beam.token_ids = list(history[parent])
-            continued.append(beam)
-        # tokens come last: a parent must not have moved on when it is forked
-        for beam, (parent, token) in zip(continued, chosen, strict=True):
-            if self.record is not None:
-                self.record("beam", request=beam, parent=parent, token=token)
-            beam.token_ids.append(token)
-            beam.metrics.token_times.append(now)
-        search.continue_with(continued)
-        for beam in continued:
-            if beam in self._parked:
-                self._parked.remove(beam)
-                beam.queued_time = now
-                self.waiting.requeue(beam)
-        return continued
-
-    def _refork(self, parent: Request, beam: Request, now: float) -> None:
-        """Let a beam that was given up, or has not begun, go on from where its new parent is."""
-        leader = beam.samples[0]
-        if beam in leader.pending_samples:
-            leader.pending_samples = tuple(r for r in leader.pending_samples if r is not beam)
-            self._begin_sample(parent, beam, now)
-            return
-        beam.block_contents = list(parent.block_contents)
-        beam.match = None
-        if beam.status is not RequestStatus.RUNNING:
-            return
-        self.kv_cache.free(beam)
-        self._reforked.append(beam)
-        if not parent.block_tables or not self.kv_cache.fork(parent, beam):
-            self._wait_for_recomputation(beam, now)
 
     def _end(self, request: Request, now: float) -> None:
         """A request has ended by itself; in a static batch its row stays."""
