@@ -92,7 +92,7 @@ class Generate:
 
             llm = LLM(self.model, **config.model_dump())
             tokens = self._tokens(llm, prompt)
-            _check(llm, tokens, params)  # before minutes of compiling
+            llm.engine.check_request(tokens, params)  # before minutes of compiling
             _compile(llm, len(tokens), bar)
             request = llm.engine.add_request(PROGRAM, tokens, params)  # not llm.stream: it is counted afterwards
         try:
@@ -115,24 +115,6 @@ def _read_prompt() -> str:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt on standard input is not {error.encoding}: {error.reason}") from error
-
-
-def _check(llm: "LLM", token_ids: list[int], params: SamplingParams) -> None:
-    """Raise ValueError for a request that the engine would refuse; it arrives later, when all is compiled."""
-    from paged_jax.engine.door import Door
-
-    engine = llm.engine
-    door = Door(
-        engine.config,
-        engine.tokenizer,
-        engine.vocab_size,
-        engine.max_model_len,
-        engine.max_request_len,
-        engine.num_blocks,
-    )
-    door.read_prompt(token_ids)
-    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
-    door.check_params(params, ends, params.n)
 
 
 def _compile(llm: "LLM", num_prompt_tokens: int, bar: Any) -> None:

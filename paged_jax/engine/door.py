@@ -76,16 +76,12 @@ class Door:
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
             raise ValueError(f"expected_output_len must be None or a whole number, 1 or more, got {length!r}")
 
-    def check_params(self, params: SamplingParams, end_token_ids: frozenset[int], width: int) -> None:
-        """What the model and the engine can do; `width` samples or beams run at once."""
+    def check_params(self, params: SamplingParams, end_token_ids: frozenset[int]) -> None:
+        """What the model and the engine can do."""
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which this model does not have: use stop_token_ids")
         params.validate_for(self.vocab_size)
-        if width > self.config.max_num_seqs:
-            raise ValueError(
-                f"{width} samples or beams of a prompt run at once, more than max_num_seqs "
-                f"({self.config.max_num_seqs}): ask for fewer, or raise max_num_seqs"
-            )
+        self._check_width(params.n)
         if params.logprobs is not None and not self.config.max_logprobs:
             raise ValueError("logprobs cannot be had with max_logprobs 0: leave it out, or raise max_logprobs")
         if params.logprobs is not None and params.logprobs > min(self.config.max_logprobs, self.vocab_size):
@@ -101,10 +97,18 @@ class Door:
 
     def check_beams(self, params: BeamSearchParams, end_token_ids: frozenset[int]) -> None:
         """Enough candidates must be at hand."""
+        self._check_width(params.beam_width)
         wanted = num_candidates(params, len(end_token_ids))
         if wanted > min(self.config.max_logprobs, self.vocab_size):
             raise ValueError(
                 f"beam_width {params.beam_width} looks at {wanted} candidates of each beam, more than max_logprobs "
                 f"({self.config.max_logprobs}) or the vocabulary ({self.vocab_size}): choose a smaller beam_width, or "
                 "raise max_logprobs"
+            )
+
+    def _check_width(self, width: int) -> None:
+        if width > self.config.max_num_seqs:
+            raise ValueError(
+                f"{width} samples or beams of a prompt run at once, more than max_num_seqs "
+                f"({self.config.max_num_seqs}): ask for fewer, or raise max_num_seqs"
             )

@@ -181,16 +181,11 @@ class Engine:
         now = self._read_clock()
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended: choose another")
-        text, token_ids = self._door.read_prompt(prompt)
+        text, token_ids, ends = self.check_request(prompt, params)
         self._door.check_labels(priority, user, cache_salt, expected_output_len)
         is_beams = isinstance(params, BeamSearchParams)
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens) if is_beams else params
-        stops = () if is_beams else params.stop_token_ids
-        ends = frozenset(stops) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         width = params.beam_width if is_beams else params.n
-        self._door.check_params(sampling, ends, width)
-        if is_beams:
-            self._door.check_beams(params, ends)
         number = self._num_requests
         longest = self.max_request_len
         if params.max_tokens is not None:
@@ -230,6 +225,22 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.arrival(leader, params)
         return leader
+
+    def check_request(
+        self, prompt: str | Sequence[int], params: SamplingParams | BeamSearchParams
+    ) -> tuple[str | None, tuple[int, ...], frozenset[int]]:
+        """The prompt's text, if it is one, its tokens, and the tokens that would end the request.
+
+        Raises ValueError, one sentence, for a prompt or parameters that cannot be served.
+        """
+        text, token_ids = self._door.read_prompt(prompt)
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        if isinstance(params, BeamSearchParams):
+            self._door.check_beams(params, ends)
+        else:
+            ends = ends.union(params.stop_token_ids)
+            self._door.check_params(params, ends)
+        return text, token_ids, ends
 
     def step(self) -> list[Request]:
         """Run one iteration; returns the requests that gained a token or left, each sample of a prompt by itself."""
