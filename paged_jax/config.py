@@ -23,6 +23,7 @@ POLICIES = {
         "fair": "paged_jax.engine.policies.fair:FairQueue",
     },
     "length_predictor": {
+        "given": "paged_jax.engine.policies.given_length:GivenLength",
         "oracle": "paged_jax.engine.policies.oracle_length:OracleLength",
         "prompt_length": "paged_jax.engine.policies.prompt_length:PromptLength",
         "constant": "paged_jax.engine.policies.constant_length:ConstantLength",
@@ -133,10 +134,11 @@ class EngineConfig(StrictModel):
     fair_quantum: Annotated[int, Field(ge=1)] | None = None
     """Tokens that "fair" grants each user in a round; unset, 512."""
     length_predictor: str | None = None
-    """Whence "sjf", "srpt" and "longest_remaining" know output lengths: "oracle" (the workload), "prompt_length" (as
-    long as the prompt), "constant" (when unset), or "package.module:Class"."""
+    """Whence "sjf", "srpt", "fair" and "longest_remaining" know output lengths: "given" (when unset: the true one if
+    the workload tells it, else max_tokens), "oracle" (nothing but the true one), "prompt_length" (as long as the
+    prompt), "constant", or "package.module:Class"."""
     constant_output_len: Annotated[int, Field(ge=1)] | None = None
-    """What "constant" predicts; unset, 256 tokens."""
+    """What "constant" predicts, and "given" where nothing is given; unset, 256 tokens."""
     preemption_mode: str = "recompute"
     """What becomes of a preempted request's keys and values: "recompute", "swap" (to host memory and back), "auto" (the
     cheaper one), or "package.module:Class"."""
@@ -247,7 +249,7 @@ class EngineConfig(StrictModel):
             ):
                 wanted = " or ".join(f"{other} {' or '.join(map(repr, names))}" for other, names in readers.items())
                 raise ValueError(f"{field} has no effect without {wanted}: leave it unset")
-        if self.constant_output_len is not None and self.length_predictor not in (None, "constant"):
+        if self.constant_output_len is not None and self.length_predictor not in (None, "given", "constant"):
             raise ValueError(
                 f"constant_output_len has no effect with length_predictor {self.length_predictor!r}: leave it unset"
             )

@@ -27,7 +27,7 @@ DIMENSIONS: dict[str, tuple[Value, ...]] = {
     "eviction": (None, "lru", "lfu", "fifo", "cost"),
     "scheduling_policy": ("fcfs", "priority", "sjf", "srpt", "longest_prefix_match", "fair"),
     "aging_s": (None, 6.0),
-    "length_predictor": (None, "oracle", "prompt_length", "constant"),
+    "length_predictor": (None, "given", "oracle", "prompt_length", "constant"),
     "preemption_mode": ("recompute", "swap", "auto"),
     "num_swap_blocks": (None, 3, 200),
     "victim_policy": ("last_arrived", "longest_remaining", "most_blocks", "fewest_tokens_lost", "lowest_priority"),

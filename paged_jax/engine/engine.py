@@ -8,7 +8,6 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine.beam_search import BeamSearch
 from paged_jax.engine.clock import Clock
 from paged_jax.engine.door import Door
-from paged_jax.engine.interrupts import HeldInterrupts
 from paged_jax.engine.policies import PolicyContext, load_policy
 from paged_jax.engine.recorder import Recorder, Sink, header
 from paged_jax.engine.request import Request, RequestMetrics
@@ -16,6 +15,7 @@ from paged_jax.engine.scheduler import Policies, Scheduler
 from paged_jax.engine.stats import StepStats
 from paged_jax.engine.trace_file import TraceFile, check_trace_file
 from paged_jax.execution.plan import SchedulerOutput, StepResult, Swap
+from paged_jax.interrupts import HeldInterrupts
 from paged_jax.kv_cache.eviction import Eviction
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.kv_cache.manager import CacheSpec, KVCacheManager
@@ -132,7 +132,7 @@ class Engine:
                 "max_model_len"
             )
         self._door = Door(config, tokenizer, vocab_size, max_model_len, self.max_request_len, self.num_blocks)
-        self._predictor = load_policy("length_predictor", config.length_predictor or "constant")(config)
+        self._predictor = load_policy("length_predictor", config.length_predictor or "given")(config)
         context = PolicyContext(config, lambda: self._now, self._predictor.predict, kv_cache.num_cached_tokens)
 
         def policy(field: str) -> Any:

@@ -302,7 +302,7 @@ class Scheduler:
         """The victim policy's choice among those that were not preempted too often; of such, the last to arrive."""
         fair_game = [r for r in self.running if r.metrics.num_preemptions < self._max_preemptions]
         if fair_game:
-            return self._policies.victims.choose(fair_game)
+            return self._chosen(fair_game)
         return max(self.running, key=lambda request: request.number)
 
     def _displace(self, waiting: Request, draft: Draft) -> bool:
@@ -322,8 +322,15 @@ class Scheduler:
         slots = len(self._free_slots) + sum(1 + len(r.pending_samples) for r in yielding)
         if not yielding or slots <= len(waiting.pending_samples) or not self.kv_cache.has_room_after(yielding, waiting):
             return False
-        self._preempt_in(draft, self._policies.victims.choose(yielding))
+        self._preempt_in(draft, self._chosen(yielding))
         return True
+
+    def _chosen(self, candidates: list[Request]) -> Request:
+        victim = self._policies.victims.choose(candidates)
+        if victim not in candidates:
+            policy = type(self._policies.victims).__name__
+            raise RuntimeError(f"victim policy {policy} chose {victim!r}, which is not one of those that it was given")
+        return victim
 
     def _preempt_in(self, draft: Draft, victim: Request) -> None:
         """Preempt a request, which may have had its turn in this step already."""

@@ -16,6 +16,7 @@ from paged_jax.execution.page_moves import PageMoves
 from paged_jax.execution.plan import SchedulerOutput, StepResult, TokenLogprobs
 from paged_jax.execution.programs import Programs
 from paged_jax.execution.step import Model, engine_step, group_page_shape
+from paged_jax.interrupts import HeldInterrupts
 from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.models.attention import AttentionOptions
 from paged_jax.sampling.logprobs import Logprobs
@@ -128,7 +129,8 @@ class JaxExecutor:
 
     def submit(self, plan: SchedulerOutput) -> JaxStepHandle:
         """Start the step; the arrays it is made of are on their way when this returns."""
-        self._moves.run(self._pages, plan)
+        with HeldInterrupts():  # the pages are donated to each move
+            self._moves.run(self._pages, plan)
         requests = [*plan.decodes, *(part.request for part in plan.chunks), *(fork.child for fork in plan.forks)]
         bucket = pick_bucket(self._buckets, plan.num_tokens, num_rows(plan))
         batch, rows = self._builder.build(plan, bucket)
@@ -206,8 +208,9 @@ class JaxExecutor:
 
     def _run(self, bucket: Bucket, batch: Batch) -> tuple[jax.Array, Logprobs | None]:
         step = self._steps[bucket]
-        pages, self._sampling, tokens, logprobs = step(self._weights, tuple(self._pages), self._sampling, batch)
-        self._pages = list(pages)
+        with HeldInterrupts():  # what is donated must be replaced
+            pages, self._sampling, tokens, logprobs = step(self._weights, tuple(self._pages), self._sampling, batch)
+            self._pages = list(pages)
         return tokens, logprobs
 
     def _lower(self, bucket: Bucket) -> jax.stages.Lowered:

@@ -46,7 +46,6 @@ SETTINGS = (
             "scheduling_policy": "priority",
             "victim_policy": "lowest_priority",
             "prefix_cache": "radix",
-            "eviction": "lfu",
             "preemption_mode": "swap",
             "num_swap_blocks": 1024,
         },

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,27 +63,47 @@ class _Executor(RecordedExecutor):
 
 
 def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *, show_progress: bool = True) -> str:
-    """Serve the recorded requests under other settings; returns a table of totals beside those of the recording.
+    """Serve the recorded requests under other settings; returns totals beside those under the recorded settings.
 
     `overrides` are `key=value`: a field of EngineConfig and a YAML value. A request generates what was recorded,
     whatever the policy. Every step takes the median time of a recorded one, since programs may have been compiled in
-    some: times are those of a model, decisions are the engine's own. Requests that were aborted, or had not ended, end
-    when their recorded tokens do, or when they were aborted. `output` records the run. Raises ValueError, one sentence,
-    for settings that cannot work.
+    some: times are those of a model, for both columns, and decisions are the engine's own. Requests that were aborted,
+    or had not ended, end when their recorded tokens do, or when they were aborted. Policies that are told true lengths
+    get the recorded ones. `output` records the run. Raises ValueError, one sentence, for settings that cannot work.
     """
     changes = _changes(trace, overrides)
+    replayed, executor = _serve(trace, changes, output, show_progress)
+    recorded, _ = _serve(trace, {}, None, show_progress)
+    settings = ", ".join(f"{key}={value}" for key, value in changes.items())
+    table = totals_table(
+        f"{counted(len(trace.prompts), 'request')}, replayed with {settings}",
+        {"as recorded": recorded, "replayed": replayed},
+    )
+    notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the median of those recorded"]
+    if executor.num_cut:
+        were = "was" if executor.num_cut == 1 else "were"
+        notes.append(f"{counted(executor.num_cut, 'request')} {were} cut off where what was recorded ends")
+    if replayed.values()["tokens sampled"] < recorded.values()["tokens sampled"]:
+        notes.append("the KV cache is too small for some requests with these settings: they end early, less is done")
+    names = {prompt.arrival["id"] for prompt in trace.prompts}
+    if len(names) < len(trace.prompts):
+        notes.append("where a request id was used again, the replay calls the request id#2, id#3 and so on")
+    notes += [trace.note] * bool(trace.note)
+    return f"{table.terminal()}\n" + "".join(f"note: {note}\n" for note in notes)
+
+
+def _serve(trace: Trace, changes: dict[str, Any], output: str | None, show_progress: bool) -> tuple[Totals, _Executor]:
+    """The totals of the recorded requests under these settings, on a modelled clock."""
     config, clock = replay_config(trace, changes), VirtualClock()
     executor = _Executor(trace, config)
     engine = ReplayEngine(trace, config, executor, clock)
-    recorded, modelled = Totals(), Totals()
-    for event in trace.events():
-        recorded.write(event)
+    totals = Totals()
     file = TraceFile(output) if output is not None else None
     bar = tqdm(
         total=len(trace.prompts), desc="what if", unit=" requests", delay=SILENT_SECONDS, leave=False,
         disable=not show_progress,
     )  # fmt: skip
-    engine.record(modelled if file is None else _Tee(modelled, file))
+    engine.record(totals if file is None else _Tee(totals, file))
     try:
         with bar, closing(file) if file is not None else nullcontext():
             _run(trace, engine, clock, bar)
@@ -90,20 +111,7 @@ def what_if(trace: Trace, overrides: Sequence[str], output: str | None = None, *
         if output is not None:
             Path(output).unlink()  # half a run, which would be in the way of the next try
         raise
-    settings = ", ".join(f"{key}={value}" for key, value in changes.items())
-    table = totals_table(
-        f"{counted(len(trace.prompts), 'request')}, replayed with {settings}",
-        {"recorded": recorded, "replayed": modelled},
-    )
-    notes = [f"every step of the replay takes {executor.seconds_per_step:.6g} s, the median of those recorded"]
-    if executor.num_cut:
-        were = "was" if executor.num_cut == 1 else "were"
-        notes.append(f"{counted(executor.num_cut, 'request')} {were} cut off where what was recorded ends")
-    names = {prompt.arrival["id"] for prompt in trace.prompts}
-    if len(names) < len(trace.prompts):
-        notes.append("where a request id was used again, the replay calls the request id#2, id#3 and so on")
-    notes += [trace.note] * bool(trace.note)
-    return f"{table.terminal()}\n" + "".join(f"note: {note}\n" for note in notes)
+    return totals, executor
 
 
 def _run(trace: Trace, engine: ReplayEngine, clock: VirtualClock, bar: "tqdm[None]") -> None:
@@ -120,7 +128,8 @@ def _run(trace: Trace, engine: ReplayEngine, clock: VirtualClock, bar: "tqdm[Non
 
 def _inputs(trace: Trace, engine: ReplayEngine) -> Iterator[tuple[float, Callable[[], None]]]:
     """What is to be asked of the engine, and when, in the order of the recording."""
-    prompts = zip(_names(trace.prompts), trace.prompts, strict=True)
+    told = engine.config.length_predictor == "oracle" or engine.config.allocator in ("reserve_pow2", "reserve_oracle")
+    prompts = zip(_names(trace.prompts), map(_with_length, trace.prompts) if told else trace.prompts, strict=True)
     names: dict[str, str] = {}  # of the latest request with a recorded id, whom an abort is about
     for event in trace.events():
         match event["event"]:
@@ -131,6 +140,13 @@ def _inputs(trace: Trace, engine: ReplayEngine) -> Iterator[tuple[float, Callabl
                 yield event["t"], partial(engine.abort, names[event["id"]])
             case "reset":
                 yield event["t"], engine.reset_prefix_cache
+
+
+def _with_length(prompt: RecordedPrompt) -> RecordedPrompt:
+    """The prompt with its true output length, which the recording knows: that of its longest sample."""
+    if prompt.arrival.get("expected_output_len") is not None or not prompt.has_ended:
+        return prompt
+    return replace(prompt, arrival={**prompt.arrival, "expected_output_len": max(1, *map(len, prompt.answers))})
 
 
 def _names(prompts: Sequence[RecordedPrompt]) -> list[str]:

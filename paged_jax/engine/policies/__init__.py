@@ -131,4 +131,29 @@ def load_policy(field: str, name: str) -> type[Any]:
         raise ValueError(f"{field} {name!r} cannot be loaded: {error}") from None
     if not isinstance(policy, type):
         raise ValueError(f"{field} {name!r} is not a class")
+    base = _base(field)
+    if not issubclass(policy, base):
+        raise ValueError(f"{field} {name!r} must be derived from {base.__module__}.{base.__name__}")
+    lacking = sorted(getattr(policy, "__abstractmethods__", ()))
+    if lacking:
+        raise ValueError(f"{field} {name!r} lacks the methods {', '.join(lacking)} of {base.__name__}")
     return policy
+
+
+def _base(field: str) -> type[Any]:
+    """What the classes of a config field are derived from."""
+    from paged_jax.kv_cache.eviction import Eviction
+    from paged_jax.kv_cache.manager import KVCacheManager
+    from paged_jax.kv_cache.prefix_cache import PrefixCache
+
+    bases: dict[str, type[Any]] = {
+        "batching": BatchingPolicy,
+        "scheduling_policy": QueuePolicy,
+        "length_predictor": LengthPredictor,
+        "preemption_mode": PreemptionPolicy,
+        "victim_policy": VictimPolicy,
+        "allocator": KVCacheManager,
+        "prefix_cache": PrefixCache,
+        "eviction": Eviction,
+    }
+    return bases[field]
