@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -39,8 +39,8 @@ def test_a_value_without_a_meaning_is_refused_in_a_sentence_that_names_the_field
 @pytest.mark.parametrize(
     ("field", "hint"),
     [
-        ("n", "known: "),
-        ("logprobs", "known: "),
+        ("logit_bias", "known: "),
+        ("best_of", "known: "),
         ("presence_penalty", "known: "),
         ("max_token", "did you mean 'max_tokens'?"),
     ],
@@ -52,7 +52,7 @@ def test_an_unknown_field_is_a_value_error_with_the_nearest_known_one(field, hin
 
 def test_the_constructor_shows_its_fields_to_notebooks():
     names = list(inspect.signature(SamplingParams).parameters)
-    assert names[:4] == ["temperature", "top_k", "top_p", "min_p"]
+    assert names[:5] == ["n", "temperature", "top_k", "top_p", "min_p"]
     assert "stop_strings" not in names
 
 
@@ -92,3 +92,31 @@ def test_g22_numbers_beyond_the_vocabulary():
     SamplingParams(top_k=10**7, stop_token_ids=[0, 96]).validate_for(97)
     with pytest.raises(ValueError, match=r"stop_token_ids holds 97, .* 97 tokens"):
         SamplingParams(stop_token_ids=[3, 97]).validate_for(97)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"n": 0}, "n must be a whole number, 1 or more, got 0"),
+        ({"n": 2, "temperature": 0}, r"n \(2\) greedy samples would all be the same: set a temperature, or n to 1"),
+        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is more than max_tokens \(4\)"),
+        ({"logprobs": -1}, "logprobs must be None or a whole number, 0 or more, got -1"),
+    ],
+)
+def test_samples_and_log_probabilities_are_checked(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"beam_width": 0, "max_tokens": 3}, "beam_width must be a whole number, 1 or more, got 0"),
+        ({"beam_width": 2, "max_tokens": 0}, "max_tokens must be a whole number, 1 or more, got 0"),
+        ({"beam_width": 2, "max_tokens": 3, "length_penalty": float("nan")}, "length_penalty must be a number"),
+        ({"beam_width": 2, "max_tokens": 3, "temperature": 1}, "BeamSearchParams has no field 'temperature'"),
+    ],
+)
+def test_beam_search_params_are_checked(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        BeamSearchParams(**values)
