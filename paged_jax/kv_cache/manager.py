@@ -162,7 +162,7 @@ class KVCacheManager:
             self._drop_unseen(request)
         block_ids = tables[0].block_ids
         tail, length = computed // size, len(block_ids)
-        grow = max(0, self._blocks_for(computed + num_new_tokens) - length)
+        grow = max(0, -(-(computed + num_new_tokens) // size) - length)
         copies = tail < length and self.pools[0].ref_count(block_ids[tail]) > 1
         for pool in self.pools:
             if grow + copies > pool.num_available:
