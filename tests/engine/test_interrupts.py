@@ -85,15 +85,15 @@ def test_a_lost_plan_loses_the_copies_of_those_that_it_made_wait() -> None:
 
 
 class InterruptedQueue(FCFSQueue):
-    """Ctrl-C comes while it is asked, once."""
+    """Ctrl-C comes, once, when a request has its blocks and has left the queue, and does not run yet."""
 
     interruptions = 1
 
-    def peek(self) -> Request:
+    def admitted(self, request: Request) -> None:
+        super().admitted(request)
         if self.interruptions:
             self.interruptions -= 1
             signal.raise_signal(signal.SIGINT)
-        return super().peek()
 
 
 def test_ctrl_c_while_a_step_is_planned_waits_for_the_whole_plan() -> None:
