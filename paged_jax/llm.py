@@ -256,13 +256,7 @@ class LLM:
             wanted = {"prompt": tokenizer.encode_chat([dict(m) for m in prompt])}
         request = self._add([wanted], [params])[0]
         try:
-            shown = 0
-            while not request.is_finished:
-                self.engine.step()
-                text = request.text.text
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
+            yield from text_pieces(self.engine, request)
         finally:
             self.engine.abort(request.request_id)
 
@@ -314,6 +308,17 @@ class LLM:
                 self.engine.abort(request.request_id)
             raise
         return requests
+
+
+def text_pieces(engine: Engine, request: Request) -> Iterator[str]:
+    """The text of a request that is queued, piece by piece as it becomes certain; steps the engine until it ends."""
+    shown = 0
+    while not request.is_finished:
+        engine.step()
+        text = request.text.text if request.text else ""
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
 
 
 def _params(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,7 +87,7 @@ class Generate:
             bar_format=BAR_FORMAT,
             leave=False,
         ) as bar:
-            from paged_jax.llm import LLM
+            from paged_jax.llm import LLM, text_pieces
 
             llm = LLM(self.model, **config.model_dump())
             tokens = self._tokens(llm, prompt)
@@ -96,7 +95,7 @@ class Generate:
             _compile(llm, len(tokens), bar)
             request = llm.engine.add_request(PROGRAM, tokens, params)  # not llm.stream: it is counted afterwards
         try:
-            for piece in _stream(llm, request):
+            for piece in text_pieces(llm.engine, request):
                 print(piece, end="", flush=True)
         finally:
             print()  # so that what follows, a sentence about an interrupt for one, begins a line
@@ -131,16 +130,6 @@ def _compile(llm: "LLM", num_prompt_tokens: int, bar: Any) -> None:
 
     show(0, len(buckets))
     executor.warm_up(show, sorted(buckets, key=lambda bucket: bucket.num_tokens), moves=False)
-
-
-def _stream(llm: "LLM", request: "Request") -> Iterator[str]:
-    """The text of a request that is queued, piece by piece."""
-    shown = 0
-    while not request.is_finished:
-        llm.engine.step()
-        text = request.text.text if request.text else ""
-        yield text[shown:]
-        shown = len(text)
 
 
 def _statistics(llm: "LLM", request: "Request") -> str:

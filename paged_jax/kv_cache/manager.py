@@ -194,8 +194,7 @@ class KVCacheManager:
         full = request.num_computed_tokens // size
         for cache, table in zip(self.caches, request.block_tables, strict=True):
             for index in range(table.num_published, full):
-                if table.block_ids[index]:
-                    cache.insert(request, table, index)
+                cache.insert(request, table, index)
             table.num_published = full
         request.next_publish = full * size + size
 
