@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 from paged_jax.config import EngineConfig, StrictModel, nearest, parse
 from paged_jax.experiments.compatibility import check_has_effect, check_together
+from paged_jax.experiments.published_spec import Published, published_from_dict
 from paged_jax.experiments.report_spec import Name, Report
 from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, repeats, same, swept_keys
-from paged_jax.experiments.workloads import WORKLOADS, LognormalWorkload, PromptsWorkload, SharedPrefixWorkload
+from paged_jax.experiments.workloads import WORKLOADS, Workload
 from paged_jax.experiments.yaml_values import apply_override, read_yaml, with_tuples
 
 
@@ -25,7 +26,7 @@ class ExperimentConfig(StrictModel):
     executor: Literal["jax"] = "jax"
     """Real steps on this machine."""
     engine: EngineConfig = EngineConfig()
-    workload: PromptsWorkload | LognormalWorkload | SharedPrefixWorkload
+    workload: Workload
     sweep: dict[str, Any] = Field(default_factory=dict)
     """Dotted path to values (a grid), and `zip`: a list of such mappings whose keys move together; see `sweep.py`."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0, 1, 2)
@@ -33,6 +34,8 @@ class ExperimentConfig(StrictModel):
     repeats: Annotated[int, Field(ge=1)] = 2
     """The same workload again: noise of the clock."""
     report: Report
+    published: Published | None = None
+    """Numbers of a paper, or a claim, to compare the results with."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -56,6 +59,8 @@ class ExperimentConfig(StrictModel):
             values = swept[x or next(iter(swept))]
             if not any(same(baseline, v) for v in values):
                 raise ValueError(f"report.baseline is {baseline!r}, which is not one of the values {list(values)!r}")
+        if self.published is not None:
+            self.published.check_settings(self.sweep, self.x)
         return self
 
     @property
@@ -86,7 +91,7 @@ class Setting:
     values: dict[str, Any]
     """Swept key to value, in the order of the file."""
     engine: EngineConfig
-    workload: PromptsWorkload | LognormalWorkload | SharedPrefixWorkload
+    workload: Workload
 
     @property
     def label(self) -> str:
@@ -136,7 +141,10 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     for key in raw:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")
-    return parse(ExperimentConfig, {**raw, "sweep": sweep, **_checked_points(raw, sweep, known)})
+    published = published_from_dict(raw.get("published"))
+    return parse(
+        ExperimentConfig, {**raw, "sweep": sweep, **_checked_points(raw, sweep, known), "published": published}
+    )
 
 
 def settings(config: ExperimentConfig) -> tuple[Setting, ...]:

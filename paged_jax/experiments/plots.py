@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from paged_jax.experiments.config import ExperimentConfig
 from paged_jax.experiments.metrics import KV_SHARES, METRICS
 from paged_jax.experiments.summary import SettingSummary
-from paged_jax.experiments.sweep import label_of, shown
+from paged_jax.experiments.sweep import label_of, shown, unit_of
 
 _WIDTH_IN = 3.3
 _PANEL_HEIGHT_IN = 2.1
@@ -206,10 +206,8 @@ def _name_ticks(xs: Sequence[Any], ax: Axes) -> None:
 
 def _axis_name(key: str) -> str:
     """`engine.block_size` as words with its unit, where the unit is known."""
-    name = key.rpartition(".")[2]
-    units = {"block_size": "tokens", "max_num_batched_tokens": "tokens", "request_rate": "requests/s"}
-    words = name.replace("_", " ")
-    return f"{words} ({units[name]})" if name in units else words
+    words, unit = key.rpartition(".")[2].replace("_", " "), unit_of(key)
+    return f"{words} ({unit})" if unit else words
 
 
 def _common_words(labels: Sequence[str]) -> str:

@@ -90,6 +90,14 @@ def label_of(point: Mapping[str, Any]) -> str:
     return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in point.items()) or "all"
 
 
+def unit_of(key: str) -> str:
+    """The unit of a swept key's values; empty where they have none."""
+    name = key.rpartition(".")[2]
+    units = {"block_size": "tokens", "max_num_batched_tokens": "tokens", "request_rate": "requests/s"}
+    endings = {"_s": "s", "_len": "tokens", "_memory": "bytes"}
+    return units.get(name) or next((unit for ending, unit in endings.items() if name.endswith(ending)), "")
+
+
 def repeats(values: Sequence[Any]) -> bool:
     """Whether any value is there twice."""
     return any(same(v, w) for i, v in enumerate(values) for w in values[:i])

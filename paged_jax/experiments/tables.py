@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from paged_jax.experiments.statistics import Estimate
 
 _LATEX = {"\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{",
-"}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}  # fmt: skip
+"}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "≥": r"$\ge$", "≤": r"$\le$",
+"<": r"$<$", ">": r"$>$"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,15 @@ class Table:
     headings: tuple[str, ...]
     units: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    left: int = 0
+    """So many columns, from the first, hold words and are aligned to the left; the others to the right."""
 
     def terminal(self) -> str:
-        """Right-aligned columns, units on a line of their own."""
+        """Aligned columns, units on a line of their own."""
         heads = [self.headings, *([self.units] if any(self.units) else [])]
         widths = _widths([*heads, *self.rows])
-        lines = [_line(row, widths, "  ") for row in heads]
-        lines += ["  ".join("-" * w for w in widths), *(_line(row, widths, "  ") for row in self.rows)]
+        lines = [self._line(row, widths, "  ") for row in heads]
+        lines += ["  ".join("-" * w for w in widths), *(self._line(row, widths, "  ") for row in self.rows)]
         return "\n".join([self.title, "", *lines, ""])
 
     def markdown(self) -> str:
@@ -32,20 +35,20 @@ class Table:
         head = tuple(f"{h} ({u})" if u else h for h, u in zip(self.headings, self.units, strict=True))
         cells = [tuple(cell.replace("|", r"\|") for cell in row) for row in (head, *self.rows)]
         widths = _widths(cells)
-        ruler = "|".join("-" * (w + 1) + ":" for w in widths)
-        lines = [f"| {_line(row, widths, ' | ')} |" for row in cells]
+        ruler = "|".join("-" * (w + 1) + ("-" if i < self.left else ":") for i, w in enumerate(widths))
+        lines = [f"| {self._line(row, widths, ' | ')} |" for row in cells]
         return "\n".join([f"### {self.title}", "", lines[0], f"|{ruler}|", *lines[1:], ""])
 
     def latex(self) -> str:
         """A table environment for \\usepackage{booktabs}."""
         rows = [" & ".join(map(_escape, row)) + r" \\" for row in self.rows]
-        units = [" & ".join(_escape(f"({u})" if u else "") for u in self.units) + r" \\"] if any(self.units) else []
+        units = [" & ".join(escape(f"({u})" if u else "") for u in self.units) + r" \\"] if any(self.units) else []
         return "\n".join(
             [
                 r"\begin{table}",
                 r"  \centering",
-                rf"  \caption{{{_escape(self.title)}}}",
-                rf"  \begin{{tabular}}{{{'r' * len(self.headings)}}}",
+                rf"  \caption{{{escape(self.title)}}}",
+                rf"  \begin{{tabular}}{{{'l' * self.left + 'r' * (len(self.headings) - self.left)}}}",
                 r"    \toprule",
                 f"    {' & '.join(map(_escape, self.headings))} \\\\",
                 *(f"    {line}" for line in units),
@@ -57,6 +60,10 @@ class Table:
                 "",
             ]
         )
+
+    def _line(self, row: Sequence[str], widths: Sequence[int], gap: str) -> str:
+        cells = zip(row, widths, strict=True)
+        return gap.join(c.ljust(w) if i < self.left else c.rjust(w) for i, (c, w) in enumerate(cells))
 
 
 def number(value: float, precision: float = math.nan) -> str:
@@ -96,11 +103,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def _line(row: Sequence[str], widths: Sequence[int], gap: str) -> str:
-    return gap.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-
-
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """LaTeX's special characters made plain; a leading minus becomes a real one."""
     escaped = "".join(_LATEX.get(c, c) for c in text)
     return f"${escaped[0]}${escaped[1:]}" if escaped[:1] in "-+" and escaped[1:2].isdigit() else escaped

@@ -159,7 +159,7 @@ def _difference(path: Path, config: ExperimentConfig) -> str:
     keys = [
         key
         for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key) and key != "name" and not key.startswith("report.")
+        if there.get(key) != here.get(key) and key != "name" and not key.startswith(("report.", "published."))
     ]
     words = [f"{key} is {there.get(key, 'unset')} there and {here.get(key, 'unset')} here" for key in keys[:3]]
     return "; ".join(words + [f"and {len(keys) - 3} more"] * (len(keys) > 3))
