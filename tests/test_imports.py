@@ -36,6 +36,8 @@ HOST_MODULES = [
     "paged_jax.sampling.params",
     "paged_jax.sampling.seeds",
     "paged_jax.sampling.stop",
+    "paged_jax.simulation.model_shape",
+    "paged_jax.simulation.shapes",
     *(
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for package in HOST_PACKAGES

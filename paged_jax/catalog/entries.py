@@ -2,13 +2,14 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path, PurePosixPath
 
 from paged_jax.config import nearest
 from paged_jax.models.config import ModelConfig
+from paged_jax.simulation.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -25,26 +26,38 @@ class WheelSource:
 class Entry:
     """A model of the catalogue.
 
-    Without a `source` only its shape is known, which is enough for `load_format="dummy"`.
+    Without a `source` only its shape is known, which is enough for the simulator and for `load_format="dummy"`.
+    Without a `config` it is for the simulator alone: the decoder cannot run such a model.
     """
 
     name: str
     description: str
-    config: ModelConfig
+    shape: ModelShape
+    config: ModelConfig | None
     license: str | None = None
     source: WheelSource | None = None
 
     @property
     def shape_summary(self) -> str:
         """The shape in a few words, for tables."""
-        c = self.config
-        heads = f"{c.num_heads} heads / {c.num_kv_heads} KV x {c.head_dim}"
-        return f"{c.num_layers} layers, hidden {c.hidden_size}, {heads}"
+        shape = self.shape
+        if shape.kv_lora_rank is None:
+            heads = f"{shape.num_heads} heads / {shape.num_kv_heads} KV x {shape.head_dim}"
+        else:
+            heads = (
+                f"{shape.num_heads} heads x {shape.head_dim} / latent {shape.kv_lora_rank} + {shape.qk_rope_head_dim}"
+            )
+        words = [f"{shape.num_layers} layers", f"hidden {shape.hidden_size}", heads]
+        if shape.num_experts:
+            words.append(f"{shape.num_experts_per_tok} of {shape.num_experts} experts")
+        return ", ".join(words)
 
     @property
     def source_summary(self) -> str:
         """Where the weights come from, for tables."""
-        return f"pip: {self.source.requirement}" if self.source else "shape only"
+        if self.source is not None:
+            return f"pip: {self.source.requirement}"
+        return "shape only, for the simulator" if self.config is None else "shape only"
 
     @property
     def path(self) -> Path | None:
@@ -99,15 +112,18 @@ def _load() -> dict[str, Entry]:
 
     yaml = YAML(typ="safe", pure=True)
     files = sorted(resources.files("paged_jax.catalog").joinpath("models").iterdir(), key=lambda file: file.name)
+    decoder_sizes = {field.name for field in fields(ModelConfig)}
     found = {}
     for file in files:
         if not file.name.endswith(".yaml"):
             continue
         name, raw = file.name.removesuffix(".yaml"), yaml.load(file.read_text(encoding="utf-8"))
-        source = raw.pop("source", None)
+        source, sizes = raw.pop("source", None), raw.pop("shape")
+        config = ModelConfig(**sizes) if sizes.keys() <= decoder_sizes else None
         found[name] = Entry(
             name=name,
-            config=ModelConfig(**raw.pop("shape")),
+            shape=ModelShape(**sizes) if config is None else ModelShape.from_config(config),
+            config=config,
             source=WheelSource(**source) if source else None,
             **raw,
         )

@@ -33,7 +33,8 @@ def fetch(name: str, progress: bool = True) -> Path:
     entry = get(name)
     target = entry.path
     if entry.source is None or target is None:
-        raise ValueError(f"{name!r} is known by its shape only, there is nothing to fetch: use load_format=dummy")
+        remedy = "load_format=dummy" if entry.config is not None else "executor: simulated"
+        raise ValueError(f"{name!r} is known by its shape only, there is nothing to fetch: use {remedy}")
     if entry.cached:
         return target
     try:

@@ -70,6 +70,11 @@ def _locate(name_or_path: str, dummy: bool) -> Entry | Path | str:
     catalogue = {entry.name: entry for entry in entries()}
     entry = catalogue.get(name_or_path)
     if entry is not None:
+        if entry.config is None:
+            raise ValueError(
+                f"model {entry.name!r} is in the catalogue for the simulator only, the decoder cannot run it: "
+                "use `executor: simulated`"
+            )
         if entry.source is None and not dummy:
             raise ValueError(f"model {entry.name!r} is known by its shape only, without weights: use load_format=dummy")
         return entry

@@ -52,34 +52,47 @@ class ModelConfig:
     dtype: str = "float32"  # of the checkpoint's tensors: float32, bfloat16 or float16
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads}): "
-                "grouped-query attention needs whole groups"
-            )
+        check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) is odd: rotary embeddings turn pairs of dimensions")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window ({self.sliding_window}) is less than 1: a token sees at least itself")
-        if self.layer_types is not None:
-            self._check_layer_types(self.layer_types)
+        check_windows(self.num_layers, self.sliding_window, self.layer_types)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None where it sees all tokens."""
-        if self.layer_types is None:
-            return (self.sliding_window,) * self.num_layers
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
+        return layer_windows(self.num_layers, self.sliding_window, self.layer_types)
 
-    def _check_layer_types(self, kinds: tuple[str, ...]) -> None:
-        for kind in kinds:
-            if kind not in LAYER_TYPES:
-                raise ValueError(f"layer type {kind!r} is not supported; known: {', '.join(LAYER_TYPES)}")
-        if len(kinds) != self.num_layers:
-            raise ValueError(f"layer_types names {len(kinds)} layers, but num_layers is {self.num_layers}")
-        if "sliding_attention" in kinds and self.sliding_window is None:
-            raise ValueError("layer_types has a 'sliding_attention', but there is no sliding_window: set one")
-        if "sliding_attention" not in kinds and self.sliding_window is not None:
-            raise ValueError(
-                f"sliding_window ({self.sliding_window}) has no effect: layer_types has no 'sliding_attention'"
-            )
+
+def layer_windows(
+    num_layers: int, sliding_window: int | None, layer_types: tuple[str, ...] | None
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from what a config says of them; None where a layer sees all tokens."""
+    if layer_types is None:
+        return (sliding_window,) * num_layers
+    return tuple(sliding_window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless the query heads fall into whole groups, one for each KV head."""
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads ({num_heads}) is not a multiple of num_kv_heads ({num_kv_heads}): "
+            "grouped-query attention needs whole groups"
+        )
+
+
+def check_windows(num_layers: int, sliding_window: int | None, layer_types: tuple[str, ...] | None) -> None:
+    """Raise ValueError for a window or layer types that contradict each other or the number of layers."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window ({sliding_window}) is less than 1: a token sees at least itself")
+    if layer_types is None:
+        return
+    for kind in layer_types:
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"layer type {kind!r} is not supported; known: {', '.join(LAYER_TYPES)}")
+    if len(layer_types) != num_layers:
+        raise ValueError(f"layer_types names {len(layer_types)} layers, but num_layers is {num_layers}")
+    if "sliding_attention" in layer_types and sliding_window is None:
+        raise ValueError("layer_types has a 'sliding_attention', but there is no sliding_window: set one")
+    if "sliding_attention" not in layer_types and sliding_window is not None:
+        raise ValueError(f"sliding_window ({sliding_window}) has no effect: layer_types has no 'sliding_attention'")

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from paged_jax.kv_cache.group import CacheGroup
+from paged_jax.kv_cache.group import CacheGroup, cache_groups, group_windows
 from paged_jax.models.attention import Attention, AttentionBatch, AttentionOptions, RopeTables
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.layers import Embedding, Linear, RMSNorm, project, tokens_first
@@ -53,11 +53,6 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), (*pages[:group], kv_pages, *pages[group + 1 :])
 
 
-def _group_windows(config: ModelConfig) -> list[int | None]:
-    """The sliding window of each cache group; the group without one comes first."""
-    return sorted(set(config.layer_windows), key=lambda window: window or 0)
-
-
 class Decoder(nnx.Module):
     """Token ids to hidden states to logits, with keys and values in pages.
 
@@ -67,7 +62,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        windows = _group_windows(config)
+        windows = group_windows(config.layer_windows)
         self.layers = nnx.List(
             DecoderLayer(config, group=windows.index(window), sliding_window=window, dtype=dtype)
             for window in config.layer_windows
@@ -88,15 +83,12 @@ class Decoder(nnx.Module):
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """One for the layers that see all tokens and one for those with a sliding window, as far as there are any."""
         config = self.config
-        return tuple(
-            CacheGroup(config.layer_windows.count(window), config.num_kv_heads, config.head_dim, window)
-            for window in _group_windows(config)
-        )
+        return cache_groups(config.layer_windows, config.num_kv_heads, config.head_dim)
 
     @property
     def can_stack(self) -> bool:
         """Whether `stack_layers` takes it: its layers are all of one kind."""
-        return len(_group_windows(self.config)) == 1
+        return len(group_windows(self.config.layer_windows)) == 1
 
     def __call__(
         self, token_ids: Int[Array, "T"], pages: Pages, batch: AttentionBatch, options: AttentionOptions

@@ -9,7 +9,27 @@ from paged_jax.catalog.entries import cache_dir, entries, get
 
 
 def test_the_models():
-    assert [entry.name for entry in entries()] == ["smollm2-135m", "tiny-llama"]
+    assert {entry.name for entry in entries() if entry.config is not None} == {
+        "llama-13b",
+        "llama-2-13b",
+        "llama-2-70b",
+        "llama-2-7b",
+        "llama-3-70b",
+        "llama-3-8b",
+        "llama-7b",
+        "mistral-7b",
+        "smollm2-135m",
+        "tiny-llama",
+    }
+    assert {entry.name for entry in entries() if entry.config is None} == {
+        "deepseek-v2",
+        "deepseek-v3",
+        "mixtral-8x7b",
+        "opt-13b",
+        "opt-175b",
+        "opt-66b",
+        "qwen3-8b",
+    }
 
 
 def test_a_model_with_weights(monkeypatch, tmp_path):
