@@ -1,0 +1,138 @@
+"""A device as the cost model sees it: datasheet figures, efficiencies, and fixed costs."""
+
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from paged_jax.config import StrictModel, nearest, parse
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class GemmTile(StrictModel):
+    """A piece of a product that one core computes whole, even where it hangs over the edge."""
+
+    rows: Count
+    """Of the activations, which is to say tokens."""
+    columns: Count
+    """Of the weights."""
+    efficiency: Share
+    """Share of the peak that cores reach which are all busy with such tiles."""
+
+
+class Hardware(StrictModel):
+    """One device and its links. Bytes, seconds, bytes/s and FLOP/s; peaks are dense, without structured sparsity."""
+
+    name: str
+    kind: Literal["gpu", "tpu", "cpu"]
+    num_cores: Count
+    """Parts that work side by side: streaming multiprocessors, TensorCores, CPU cores."""
+    memory_bytes: Count
+    memory_bandwidth: Positive
+    peak_flops: dict[str, Positive]
+    """By data type."""
+    fast_memory_bytes: Count | None = None
+    """What a kernel's tiles must fit in: a core's shared memory on a GPU, its VMEM on a TPU, its L2 on a CPU."""
+    scalar_memory_bytes: Count | None = None
+    """What a kernel's block tables must fit in: a TensorCore's SMEM. None: tables are read from main memory."""
+
+    gemm_tiles: Annotated[tuple[GemmTile, ...], Field(min_length=1)]
+    """To choose from: the quickest one for the shape."""
+    gemm_bandwidth_efficiency: Share
+    attention_flops_efficiency: Share
+    attention_bandwidth_efficiency: Share
+    attention_tile_rows: Count
+    """Queries (times query heads of a group, in a decode) that the attention kernel computes together."""
+    attention_tile_tokens: Count
+    """Keys that it computes together, whatever the page size."""
+    page_lookup_s: NotNegative
+    """Time of a core that each page costs besides its bytes: reading its table entry and starting its copy."""
+    elementwise_bandwidth_efficiency: Share
+    overlap: Annotated[float, Field(ge=1)]
+    """How computing hides behind reading: p of (compute^p + memory^p)^(1/p). 1: not at all, they add up; a large one:
+    wholly, the longer one counts."""
+
+    kernel_s: NotNegative
+    """Least time between the starts of two kernels of which the second needs the first."""
+    kernel_launch_s: NotNegative
+    """Host time to launch one kernel by itself (eager)."""
+    step_launch_s: NotNegative
+    """Host time to launch one compiled step."""
+    host_step_s: NotNegative
+    """Host time of a compiled step besides: scheduling, the batch, the result."""
+    host_request_s: NotNegative
+    """And for each request in it."""
+    eager_host_step_s: NotNegative
+    """The same of an eager engine."""
+    eager_host_request_s: NotNegative
+
+    host_link_bandwidth: Positive
+    """To host memory, each direction."""
+    host_link_latency_s: NotNegative
+    """Of each transfer."""
+    link_bandwidth: Positive | None = None
+    """To the other devices of a tensor-parallel group, each direction, all links of a device together."""
+    link_latency_s: NotNegative | None = None
+    """Of each hop of a collective."""
+
+    def flops(self, dtype: str) -> float:
+        """Peak for a data type. Raises ValueError when none is known."""
+        if dtype not in self.peak_flops:
+            raise ValueError(
+                f"hardware {self.name!r} has no peak_flops for dtype {dtype!r}; known: {', '.join(self.peak_flops)}"
+            )
+        return self.peak_flops[dtype]
+
+
+def hardware_names() -> tuple[str, ...]:
+    """The catalogue's devices, by name."""
+    return tuple(sorted(_files()))
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A device of the catalogue, or of a file that ends in .yaml (as `paged-jax calibrate` writes it).
+
+    Raises ValueError, one sentence, when there is none or the file is not a device.
+    """
+    if name_or_path.endswith(".yaml"):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise ValueError(f"no hardware file {name_or_path!r}: `paged-jax calibrate` writes one")
+        return _parse(path.read_text(encoding="utf-8"), name_or_path)
+    return _catalogued(name_or_path)
+
+
+@cache
+def _catalogued(name: str) -> Hardware:
+    files = _files()
+    if name not in files:
+        raise ValueError(
+            f"no hardware {name!r} in the catalogue{nearest(name, list(files))} (or give a file that ends in .yaml)"
+        )
+    hardware = _parse(files[name].read_text(encoding="utf-8"), f"catalogue file {name}.yaml")
+    if hardware.name != name:
+        raise ValueError(f"catalogue file {name}.yaml calls itself {hardware.name!r}: name and file must agree")
+    return hardware
+
+
+def _files() -> dict[str, Any]:
+    folder = resources.files("paged_jax.catalog").joinpath("hardware")
+    return {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name.endswith(".yaml")}
+
+
+def _parse(text: str, where: str) -> Hardware:
+    from paged_jax.experiments.yaml_values import read_yaml, with_tuples
+
+    values = read_yaml(text, where)
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is not a mapping of hardware fields")
+    try:
+        return parse(Hardware, with_tuples(values))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
