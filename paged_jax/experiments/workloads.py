@@ -1,7 +1,7 @@
 """Workloads: which requests arrive when. The same settings and seed always give the same requests.
 
-Three kinds: `prompts` (real text, shipped with the package), `lognormal` (random token ids whose lengths
-follow a lognormal law) and `shared_prefix` (random token ids, groups of requests that begin alike). All go on after
+The kinds `lognormal`, `uniform`, `zipf` and `bimodal` are random token ids whose lengths follow that law;
+`shared_prefix` groups requests that begin alike; `prompts` is real text, shipped with the package. All go on after
 end-of-sequence, so that output lengths are exactly as drawn, and policies may be told them; requests of one sample are
 greedy. Pure NumPy: no JAX here.
 """
@@ -9,71 +9,31 @@ greedy. Pure NumPy: no JAX here.
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
-import numpy as np
 from pydantic import Field, model_validator
 
-from paged_jax.config import StrictModel
 from paged_jax.engine.engine import Arrival
-from paged_jax.sampling.params import SamplingParams
+from paged_jax.experiments.arrival_times import starts
+from paged_jax.experiments.lengths import Count, Lengths
+from paged_jax.experiments.shared_prefixes import SharedPrefixWorkload, shared_prefix_prompts
+from paged_jax.experiments.token_ids import random_ids
+from paged_jax.experiments.workload_spec import Streams, WorkloadSpec, as_arrivals
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from paged_jax.checkpoints.tokenizer import Tokenizer
 
-Count = Annotated[int, Field(ge=1)]
 
-
-class Lengths(StrictModel):
-    """Token counts drawn from a lognormal law, rounded, then clipped to [min, max]."""
-
-    mean: Annotated[float, Field(gt=0)]
-    """Mean of the law before clipping, in tokens."""
-    sigma: Annotated[float, Field(ge=0, le=5)]
-    """Standard deviation of the logarithm of the length; 0: every length is the mean."""
-    min: Count = 1
-    max: Count
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.min <= self.mean <= self.max:
-            raise ValueError(f"the mean ({self.mean:g}) must lie between min ({self.min}) and max ({self.max})")
-        return self
-
-    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
-        """`count` lengths: exp(N(ln mean - sigma^2 / 2, sigma)), rounded and clipped."""
-        lengths = np.exp(rng.normal(np.log(self.mean) - self.sigma**2 / 2, self.sigma, count))
-        return np.clip(np.rint(lengths), self.min, self.max).astype(int).tolist()
-
-
-class _Workload(StrictModel):
-    output: Lengths
-    """Output tokens of each request."""
-    request_rate: Annotated[float, Field(gt=0)] | None = None
-    """Requests per second of a Poisson process; unset, all arrive at once."""
-    n: Count = 1
-    """Samples of each prompt; more than 1 are drawn at temperature 1, with a seed for each request."""
-    users: Count | None = None
-    """Users "0", "1", ..., of which each request has one: user k with probability proportional to 1 / (k + 1) (Zipf's
-    law), so that a few ask for most; unset, all requests are of one user."""
-    priorities: Annotated[int, Field(ge=2)] | None = None
-    """Levels of priority, 0 (most urgent) to priorities - 1, drawn uniformly; unset, all are equal."""
-    cache_salts: bool = False
-    """Whether cached prefixes are shared only between requests of the same user."""
-
-    @model_validator(mode="after")
-    def _check_users(self) -> Self:
-        if self.cache_salts and self.users is None:
-            raise ValueError("cache_salts keeps the prefixes of users apart, and there is one user: set users, too")
-        return self
-
-
-class PromptsWorkload(_Workload):
+class PromptsWorkload(WorkloadSpec):
     """Real prompts of 5 to 250 tokens, in an order drawn by the seed; seven share a long instruction."""
 
     kind: Literal["prompts"]
     num_requests: Count | None = None
     """How many of the prompts; unset, all."""
+    output: Lengths
+    """Output tokens of each request."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,33 +46,28 @@ class PromptsWorkload(_Workload):
         return self
 
 
-class LognormalWorkload(_Workload):
-    """Random token ids; prompt and output lengths are independent lognormals."""
+class SyntheticWorkload(WorkloadSpec):
+    """Random token ids; prompt and output lengths are independent, and follow the law `kind` unless they name one."""
 
-    kind: Literal["lognormal"]
+    kind: Literal["lognormal", "uniform", "zipf", "bimodal"]
     num_requests: Count
+    output: Lengths
+    """Output tokens of each request."""
     prompt: Lengths
+    """Prompt tokens of each request."""
 
 
-class SharedPrefixWorkload(_Workload):
-    """Random token ids; each request begins with one of `num_prefixes` prefixes, drawn uniformly."""
+type Workload = Annotated[
+    PromptsWorkload | SyntheticWorkload | SharedPrefixWorkload,
+    Field(discriminator="kind"),
+]
 
-    kind: Literal["shared_prefix"]
-    num_requests: Count
-    num_prefixes: Count
-    prefix_len: Count
-    """Tokens of each prefix."""
-    suffix: Lengths
-    """Tokens after the prefix, different for each request."""
-
-
-type Workload = PromptsWorkload | LognormalWorkload | SharedPrefixWorkload
-
-WORKLOADS: dict[str, type[PromptsWorkload] | type[LognormalWorkload] | type[SharedPrefixWorkload]] = {
-    "prompts": PromptsWorkload,
-    "lognormal": LognormalWorkload,
-    "shared_prefix": SharedPrefixWorkload,
+WORKLOADS: dict[str, type[PromptsWorkload] | type[SyntheticWorkload] | type[SharedPrefixWorkload]] = {
+    kind: model
+    for model in (PromptsWorkload, SyntheticWorkload, SharedPrefixWorkload)
+    for kind in get_args(model.model_fields["kind"].annotation)
 }
+"""The model of each kind."""
 
 
 def shipped_prompts() -> tuple[str, ...]:
@@ -124,60 +79,33 @@ def shipped_prompts() -> tuple[str, ...]:
 def longest_request(spec: Workload) -> int | None:
     """Most tokens a request can have, prompt and output; None if only the tokenizer can tell."""
     match spec:
-        case LognormalWorkload():
-            return spec.prompt.max + spec.output.max
+        case SyntheticWorkload():
+            return spec.prompt.longest + spec.output.longest
         case SharedPrefixWorkload():
-            return spec.prefix_len + spec.suffix.max + spec.output.max
+            return spec.prefix_len + spec.suffix.longest + spec.output.longest
         case _:
             return None
 
 
 def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", vocab_size: int) -> tuple[Arrival, ...]:
-    """The requests of one trial, by arrival time.
+    """The requests of one trial, by arrival time; one that waits for another comes after it.
 
     What is drawn comes from separate streams (but prompt and output lengths share one): changing `request_rate` moves
     the same requests in time, and setting `users` gives the same requests users. `tokenizer` is needed by kind
     `prompts` only; `vocab_size` bounds random token ids.
     Raises ValueError when the model has no tokenizer but the kind needs one.
     """
-    contents, lengths, gaps, owners, levels, samples = (np.random.default_rng([seed, i]) for i in range(6))
+    streams = Streams.of(seed)
     match spec:
         case PromptsWorkload():
-            prompts = _real_prompts(spec, tokenizer, contents)
-        case LognormalWorkload():
-            prompts = [_tokens(n, vocab_size, contents) for n in spec.prompt.draw(spec.num_requests, lengths)]
+            prompts = _real_prompts(spec, tokenizer, streams.contents)
+        case SyntheticWorkload():
+            lengths = spec.prompt.draw(spec.num_requests, streams.lengths)
+            prompts = [random_ids(n, vocab_size, streams.contents) for n in lengths]
         case SharedPrefixWorkload():
-            prefixes = [_tokens(spec.prefix_len, vocab_size, contents) for _ in range(spec.num_prefixes)]
-            chosen = contents.integers(spec.num_prefixes, size=spec.num_requests)
-            suffixes = spec.suffix.draw(spec.num_requests, lengths)
-            prompts = [prefixes[i] + _tokens(n, vocab_size, contents) for i, n in zip(chosen, suffixes, strict=True)]
-    times = np.zeros(len(prompts))
-    if spec.request_rate is not None:
-        times[1:] = np.cumsum(gaps.exponential(1 / spec.request_rate, len(prompts) - 1))
-    count = len(prompts)
-    outputs = spec.output.draw(count, lengths)
-    users = _users(spec.users, count, owners)
-    priorities = [0] * count if spec.priorities is None else levels.integers(spec.priorities, size=count).tolist()
-    seeds = samples.integers(2**32, size=count).tolist() if spec.n > 1 else [None] * count
-    return tuple(
-        Arrival(
-            time=float(times[i]),
-            prompt_token_ids=prompts[i],
-            params=SamplingParams(
-                n=spec.n,
-                temperature=1.0 if spec.n > 1 else 0.0,
-                seed=seeds[i],
-                max_tokens=outputs[i],
-                ignore_eos=True,
-            ),
-            request_id=f"seed{seed}-{i}",
-            priority=priorities[i],
-            user=users[i],
-            cache_salt=users[i] if spec.cache_salts else "",
-            expected_output_len=outputs[i],
-        )
-        for i in range(count)
-    )
+            prompts = shared_prefix_prompts(spec, streams, vocab_size)
+    begin = starts(spec, len(prompts), streams.gaps)
+    return as_arrivals(spec, seed, streams, prompts, spec.output.draw(len(prompts), streams.lengths), begin)
 
 
 def check_fits(arrivals: Sequence[Arrival], max_model_len: int, max_request_len: int) -> None:
@@ -201,7 +129,7 @@ def check_fits(arrivals: Sequence[Arrival], max_model_len: int, max_request_len:
 
 
 def _real_prompts(
-    spec: PromptsWorkload, tokenizer: "Tokenizer | None", rng: np.random.Generator
+    spec: PromptsWorkload, tokenizer: "Tokenizer | None", rng: "np.random.Generator"
 ) -> list[tuple[int, ...]]:
     if tokenizer is None:
         raise ValueError(
@@ -210,14 +138,3 @@ def _real_prompts(
     texts = shipped_prompts()
     order = rng.permutation(len(texts))[: spec.num_requests]
     return [tuple(tokenizer.encode(texts[i])) for i in order]
-
-
-def _users(num_users: int | None, count: int, rng: np.random.Generator) -> list[str]:
-    if num_users is None:
-        return [""] * count
-    shares = 1 / np.arange(1, num_users + 1)
-    return [str(user) for user in rng.choice(num_users, size=count, p=shares / shares.sum())]
-
-
-def _tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
-    return tuple(rng.integers(vocab_size, size=count).tolist())

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from paged_jax.config import parse
+from paged_jax.experiments.lengths import Lengths
+from paged_jax.experiments.shared_prefixes import SharedPrefixWorkload
 from paged_jax.experiments.workloads import (
-    Lengths,
-    LognormalWorkload,
     PromptsWorkload,
-    SharedPrefixWorkload,
+    SyntheticWorkload,
     check_fits,
     longest_request,
     make_workload,
@@ -20,7 +20,7 @@ from paged_jax.experiments.workloads import (
 )
 
 LENGTHS = Lengths(mean=20, sigma=0.7, min=3, max=50)
-LOGNORMAL = LognormalWorkload(kind="lognormal", num_requests=40, prompt=LENGTHS, output=LENGTHS)
+LOGNORMAL = SyntheticWorkload(kind="lognormal", num_requests=40, prompt=LENGTHS, output=LENGTHS)
 SHARED = SharedPrefixWorkload(
     kind="shared_prefix", num_requests=40, num_prefixes=3, prefix_len=16, suffix=LENGTHS, output=LENGTHS
 )
@@ -167,7 +167,7 @@ def test_shares_of_users_follow_zipf_and_levels_of_priority_are_equally_likely()
 
 def test_salts_want_users():
     with pytest.raises(ValueError, match=r"^cache_salts keeps the prefixes of users apart.*: set users, too$"):
-        parse(LognormalWorkload, {**LOGNORMAL.model_dump(), "cache_salts": True})
+        parse(SyntheticWorkload, {**LOGNORMAL.model_dump(), "cache_salts": True})
 
 
 def test_no_jax_is_imported():
