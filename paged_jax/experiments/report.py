@@ -11,6 +11,8 @@ from paged_jax.experiments.config import ExperimentConfig, Setting, settings
 from paged_jax.experiments.environment import COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import write_figures
+from paged_jax.experiments.published import compare
+from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
 from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.tables import Table, deviation, with_interval
@@ -18,19 +20,27 @@ from paged_jax.experiments.trials import Trial
 
 
 def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]], directory: Path) -> str:
-    """Write summary.csv, .md, .tex and figures/ from all trials; returns the text for a terminal."""
+    """Write summary.csv, .md, .tex and figures/ from all trials; returns the text for a terminal.
+
+    With a `published` section also published.csv.
+    """
     summaries = summarise(config, records)
+    comparison = compare(config, summaries)
     tables = make_tables(config, summaries)
     named = {record.get("run") for record in records}  # a run that was stopped in its warm-up made no trial
     runs = [run for i, run in enumerate(read_runs(directory)) if i in named]
     notes = make_notes(config, records, runs)
     to_frame(summaries).to_csv(directory / "summary.csv", index=False)
+    (directory / "published.csv").unlink(missing_ok=True)
+    if comparison is not None:
+        (directory / "published.csv").write_text(as_csv(comparison), encoding="utf-8")
     figures = [] if config.x is None else list(config.report.panels)
     markdown = [
         f"# {config.name}",
         "",
         _design(config, runs),
         "",
+        *([as_markdown(comparison)] if comparison else []),
         *(table.markdown() for table in tables),
         *(f"- {note}" for note in notes),
         "",
@@ -42,9 +52,11 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     ]
     (directory / "summary.md").write_text("\n".join(markdown), encoding="utf-8")
     latex = ["% needs \\usepackage{booktabs}", *(table.latex() for table in tables)]
+    latex += [as_latex(comparison)] if comparison else []
     (directory / "summary.tex").write_text("\n".join(latex), encoding="utf-8")
     write_figures(config, summaries, directory / "figures")  # last: the numbers are safe if drawing fails
-    return "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])
+    text = "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])
+    return f"{text}\n\n{as_terminal(comparison)}" if comparison else text
 
 
 def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -> list[Table]:
