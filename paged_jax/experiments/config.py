@@ -13,6 +13,7 @@ from paged_jax.experiments.compatibility import check_has_effect, check_together
 from paged_jax.experiments.published_spec import Published, published_from_dict
 from paged_jax.experiments.report_spec import Name, Report
 from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, repeats, same, swept_keys
+from paged_jax.experiments.workload_spec import WorkloadSpec
 from paged_jax.experiments.workloads import WORKLOADS, Workload
 from paged_jax.experiments.yaml_values import apply_override, read_yaml, with_tuples
 
@@ -262,11 +263,11 @@ def _section[T: StrictModel](model: type[T], raw: Any, where: str, known: Sequen
         if owners:
             raise ValueError(f"{where}.{key} belongs to kind {' or '.join(owners)}, not to {raw['kind']}")
         raise ValueError(f"unknown key {f'{where}.{key}'!r}{_suggestion(f'{where}.{key}', known)}")
-    values = dict(raw)
+    values = model.with_laws(raw) if issubclass(model, WorkloadSpec) else dict(raw)
     for name, field in model.model_fields.items():
         nested = field.annotation
         if name in raw and isinstance(nested, type) and issubclass(nested, StrictModel):
-            values[name] = _section(nested, raw[name], f"{where}.{name}", known)
+            values[name] = _section(nested, values[name], f"{where}.{name}", known)
     try:
         return parse(model, values, where)
     except ValueError as error:

@@ -30,11 +30,13 @@ class WorkloadSpec(ArrivalProcess):
     @model_validator(mode="before")
     @classmethod
     def _name_laws(cls, values: Any) -> Any:
-        """Lengths that name no law follow the workload's kind, where that is a law, else they are lognormal."""
-        if not isinstance(values, Mapping):
-            return values
+        return cls.with_laws(values) if isinstance(values, Mapping) else values
+
+    @classmethod
+    def with_laws(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain values in which lengths that name no law have the kind's, where that is one, else lognormal."""
         law = values["kind"] if values.get("kind") in LAWS else "lognormal"
-        own = [name for name, field in cls.model_fields.items() if field.annotation in (Lengths, Lengths | None)]
+        own = [name for name, field in cls.model_fields.items() if field.annotation is Lengths]
         return {**values, **{name: with_law(values[name], law) for name in own if name in values}}
 
     @model_validator(mode="after")

@@ -204,7 +204,7 @@ BAD_VALUES = [
     ({"workload.output.mean": 40}, "workload.output: the mean (40) must lie between min (1) and max (12)"),
     ({"workload.num_requests": 0},
      "workload.num_requests: input should be greater than or equal to 1, got 0"),
-    ({"workload": None}, "workload.kind is missing: it is one of prompts, lognormal, shared_prefix"),
+    ({"workload": None}, "workload.kind is missing: it is one of prompts, lognormal, uniform"),
     ({"workload": {"kind": "prompts", "num_requests": 999, "output": {"mean": 2, "sigma": 0, "max": 2}}},
      "num_requests (999) is more than the 37 prompts of the package"),
     ({"sweep": {"engine.block_size": [4, 0]}},

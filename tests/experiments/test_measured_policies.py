@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 from host_executor import VOCAB_SIZE, host_engine
 
+from paged_jax.experiments.lengths import Lengths
 from paged_jax.experiments.metrics import KV_SHARES, tokens_sha256, trial_metrics
 from paged_jax.experiments.runner import run_workload
-from paged_jax.experiments.workloads import Lengths, LognormalWorkload, make_workload
+from paged_jax.experiments.workloads import SyntheticWorkload, make_workload
 
-WORKLOAD = LognormalWorkload(
+WORKLOAD = SyntheticWorkload(
     kind="lognormal",
     num_requests=12,
     prompt=Lengths(mean=9, sigma=0.5, max=20),
