@@ -41,7 +41,7 @@ class Table:
 
     def latex(self) -> str:
         """A table environment for \\usepackage{booktabs}."""
-        rows = [" & ".join(map(_escape, row)) + r" \\" for row in self.rows]
+        rows = [" & ".join(map(escape, row)) + r" \\" for row in self.rows]
         units = [" & ".join(escape(f"({u})" if u else "") for u in self.units) + r" \\"] if any(self.units) else []
         return "\n".join(
             [
@@ -50,7 +50,7 @@ class Table:
                 rf"  \caption{{{escape(self.title)}}}",
                 rf"  \begin{{tabular}}{{{'l' * self.left + 'r' * (len(self.headings) - self.left)}}}",
                 r"    \toprule",
-                f"    {' & '.join(map(_escape, self.headings))} \\\\",
+                f"    {' & '.join(map(escape, self.headings))} \\\\",
                 *(f"    {line}" for line in units),
                 r"    \midrule",
                 *(f"    {row}" for row in rows),
