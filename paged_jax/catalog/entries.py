@@ -54,10 +54,10 @@ class Entry:
 
     @property
     def source_summary(self) -> str:
-        """Where the weights come from, for tables."""
+        """Where the weights come from, or what the model is good for without, for tables."""
         if self.source is not None:
             return f"pip: {self.source.requirement}"
-        return "shape only, for the simulator" if self.config is None else "shape only"
+        return "simulator only" if self.config is None else "shape only"
 
     @property
     def path(self) -> Path | None:

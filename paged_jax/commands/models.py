@@ -11,7 +11,8 @@ class Models:
     """List the catalogue of models.
 
     For each: name, shape, where its weights come from, and whether they are on this machine. A model with its
-    shape only can be used with random weights, in an experiment or in Python: load_format dummy.
+    shape only can be used with random weights, in an experiment or in Python: load_format dummy. The simulator takes
+    all of them, and is the only one to take those that say so.
     """
 
     needs: ClassVar[str] = ""

@@ -8,7 +8,8 @@ from paged_jax.kv_cache.group import CacheGroup, cache_groups
 from paged_jax.models.config import ModelConfig, check_heads, check_windows, layer_windows
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
-_MLA_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_MOE_FIELDS = ("num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers", "router_bias")
+_MLA_FIELDS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,9 @@ class ModelShape:
 
     def _check_experts(self) -> None:
         if not self.num_experts:
-            for name in ("num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers"):
+            for name in _MOE_FIELDS:
                 if getattr(self, name):
                     raise ValueError(f"{name} ({getattr(self, name)}) has no effect without num_experts: set it too")
-            if self.router_bias:
-                raise ValueError("router_bias has no effect without num_experts: set it too")
             return
         if self.moe_intermediate_size is None:
             raise ValueError("num_experts needs moe_intermediate_size, the inner size of one expert: set it too")
@@ -163,13 +162,16 @@ class ModelShape:
 
     def _check_latent_attention(self) -> None:
         if self.kv_lora_rank is None:
-            for name in (*_MLA_FIELDS[1:], "q_lora_rank"):
+            for name in (*_MLA_FIELDS, "q_lora_rank"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} ({getattr(self, name)}) has no effect without kv_lora_rank: set it too")
             return
-        for name in _MLA_FIELDS[1:]:
+        for name in _MLA_FIELDS:
             if getattr(self, name) is None:
                 raise ValueError(f"kv_lora_rank is for latent attention, which needs {name}: set it too")
+        for name in ("qk_norm", "attention_bias", "qkv_bias"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported with latent attention (kv_lora_rank): leave it out")
         if self.head_dim != self.qk_nope_head_dim + self.qk_rope_head_dim:
             raise ValueError(
                 f"head_dim ({self.head_dim}) must be qk_nope_head_dim ({self.qk_nope_head_dim}) plus "
