@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import tyro
 
-from paged_jax.commands import PROGRAM, STATUS_ERROR, Command, UsageError
+from paged_jax.commands import PROGRAM, STATUS_ERROR, Command, UsageError, sentence_of
 from paged_jax.commands.bench_scheduler import BenchScheduler
 from paged_jax.commands.generate import Generate
 from paged_jax.commands.models import Fetch, Models
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if debug:
             raise
-        _fail(_sentence(error), STATUS_ERROR)
+        _fail(sentence_of(error), STATUS_ERROR)
     sys.exit(0)
 
 
@@ -178,22 +178,6 @@ examples:
 
 Results go to standard output, progress and errors to standard error. The exit status is 0, or 1 after an
 error, 2 after a mistake in the command line, 130 when interrupted."""
-
-
-def _sentence(error: Exception) -> str:
-    """An error in one line, with what to do where that is not part of it."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ValueError | OSError) and text:
-        return text
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:  # the latter is XLA's
-        detail = f" ({text.partition('RESOURCE_EXHAUSTED: ')[2] or text})" if text else ""
-        return (
-            f"out of memory{detail}: make the KV cache smaller (num_blocks, kv_cache_memory or "
-            "memory_utilization) or take a smaller max_num_batched_tokens"
-        )
-    return f"internal error, {type(error).__name__}: {text}; --debug shows where, please report it"
 
 
 def _fail(sentence: str, status: int, prefix: str = f"{PROGRAM}: error") -> NoReturn:
