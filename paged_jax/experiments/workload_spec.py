@@ -85,16 +85,20 @@ def as_arrivals(
     begin: Sequence[Start],
     *,
     seeds: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
 ) -> tuple[Arrival, ...]:
     """Requests with these prompts and output lengths; what else the spec says of them is drawn here.
 
     All go on after end-of-sequence. `begin` tells for each request when it arrives, and by number which request, an
     earlier one, it waits for. `seeds` are sampling seeds, for kinds that must know them; without, requests have one
-    only where they are sampled.
+    only where they are sampled. `owners` numbers the conversation that each request belongs to, whose user and priority
+    it has; without, each has its own.
     """
     count = len(prompts)
-    users = _users(spec.users, count, streams.owners)
-    drawn = streams.levels.integers(spec.priorities, size=count).tolist() if spec.priorities is not None else None
+    owners = range(count) if owners is None else owners
+    num_owners = max(owners, default=-1) + 1
+    users = _users(spec.users, num_owners, streams.owners)
+    levels = streams.levels.integers(spec.priorities or 1, size=num_owners).tolist()
     if seeds is None and spec.n > 1:
         seeds = sampling_seeds(count, streams)
     ids = [f"seed{seed}-{i}" for i in range(count)]
@@ -104,9 +108,9 @@ def as_arrivals(
             prompt_token_ids=prompts[i],
             params=_params(spec, outputs[i], None if seeds is None else seeds[i]),
             request_id=ids[i],
-            priority=0 if drawn is None else drawn[i],
-            user=users[i],
-            cache_salt=users[i] if spec.cache_salts else "",
+            priority=levels[owners[i]],
+            user=users[owners[i]],
+            cache_salt=users[owners[i]] if spec.cache_salts else "",
             expected_output_len=outputs[i],
             after=None if (waits_for := begin[i].after) is None else ids[waits_for],
         )

@@ -1,9 +1,9 @@
 """Workloads: which requests arrive when. The same settings and seed always give the same requests.
 
 The kinds `lognormal`, `uniform`, `zipf` and `bimodal` are random token ids whose lengths follow that law;
-`shared_prefix` groups requests that begin alike; `prompts` is real text, shipped with the package. All go on after
-end-of-sequence, so that output lengths are exactly as drawn, and policies may be told them; requests of one sample are
-greedy. Pure NumPy: no JAX here.
+`shared_prefix`, `few_shot`, `tree` and `chat` are requests that begin alike; `prompts` is real text, shipped with the
+package. All go on after end-of-sequence, so that output lengths are exactly as drawn, and policies may be told them;
+requests of one sample are greedy. Pure NumPy: no JAX here.
 """
 
 import json
@@ -15,8 +15,15 @@ from pydantic import Field, model_validator
 
 from paged_jax.engine.engine import Arrival
 from paged_jax.experiments.arrival_times import starts
+from paged_jax.experiments.chat import ChatWorkload, chat_arrivals
 from paged_jax.experiments.lengths import Count, Lengths
-from paged_jax.experiments.shared_prefixes import SharedPrefixWorkload, shared_prefix_prompts
+from paged_jax.experiments.prefix_tree import TreeWorkload, tree_prompts
+from paged_jax.experiments.shared_prefixes import (
+    FewShotWorkload,
+    SharedPrefixWorkload,
+    few_shot_prompts,
+    shared_prefix_prompts,
+)
 from paged_jax.experiments.token_ids import random_ids
 from paged_jax.experiments.workload_spec import Streams, WorkloadSpec, as_arrivals
 
@@ -58,14 +65,14 @@ class SyntheticWorkload(WorkloadSpec):
 
 
 type Workload = Annotated[
-    PromptsWorkload | SyntheticWorkload | SharedPrefixWorkload,
+    PromptsWorkload | SyntheticWorkload | SharedPrefixWorkload | FewShotWorkload | TreeWorkload | ChatWorkload,
     Field(discriminator="kind"),
 ]
 
-WORKLOADS: dict[str, type[PromptsWorkload] | type[SyntheticWorkload] | type[SharedPrefixWorkload]] = {
-    kind: model
-    for model in (PromptsWorkload, SyntheticWorkload, SharedPrefixWorkload)
-    for kind in get_args(model.model_fields["kind"].annotation)
+_MODELS: tuple[type[WorkloadSpec], ...] = get_args(get_args(Workload.__value__)[0])
+
+WORKLOADS: dict[str, type[WorkloadSpec]] = {
+    kind: model for model in _MODELS for kind in get_args(model.model_fields["kind"].annotation)
 }
 """The model of each kind."""
 
@@ -83,6 +90,12 @@ def longest_request(spec: Workload) -> int | None:
             return spec.prompt.longest + spec.output.longest
         case SharedPrefixWorkload():
             return spec.prefix_len + spec.suffix.longest + spec.output.longest
+        case FewShotWorkload():
+            return spec.max_shots * spec.example.longest + spec.question.longest + spec.output.longest
+        case TreeWorkload():
+            return spec.root.longest + spec.depth * spec.node.longest + spec.output.longest
+        case ChatWorkload():
+            return spec.longest
         case _:
             return None
 
@@ -104,6 +117,12 @@ def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", voca
             prompts = [random_ids(n, vocab_size, streams.contents) for n in lengths]
         case SharedPrefixWorkload():
             prompts = shared_prefix_prompts(spec, streams, vocab_size)
+        case FewShotWorkload():
+            prompts = few_shot_prompts(spec, streams, vocab_size)
+        case TreeWorkload():
+            prompts = tree_prompts(spec, streams, vocab_size)
+        case ChatWorkload():
+            return chat_arrivals(spec, seed, streams, vocab_size)
     begin = starts(spec, len(prompts), streams.gaps)
     return as_arrivals(spec, seed, streams, prompts, spec.output.draw(len(prompts), streams.lengths), begin)
 
