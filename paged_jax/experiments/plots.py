@@ -5,6 +5,7 @@ Error bars are 95 % intervals over seeds. Figures are 3.3 inches wide, a column 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from paged_jax.experiments.config import ExperimentConfig
-from paged_jax.experiments.metrics import KV_SHARES, METRICS
+from paged_jax.experiments.metrics import KV_SHARES, METRICS, Metric
+from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import SettingSummary
 from paged_jax.experiments.sweep import label_of, shown, unit_of
 
-_WIDTH_IN = 3.3
-_PANEL_HEIGHT_IN = 2.1
+WIDTH_IN = 3.3
+PANEL_HEIGHT_IN = 2.1
 _LETTERS_IN_A_ROW = 45
 """So many letters fit below an axis."""
 _LETTERS_IN_A_LEGEND = 20
 """So many fit into one of two columns."""
-_LEGEND_ROW_IN = 0.15
-_COLOURS = (
+LEGEND_ROW_IN = 0.15
+COLOURS = (
     "#0072B2",
     "#D55E00",
     "#009E73",
@@ -34,7 +36,7 @@ _COLOURS = (
     "#E69F00",
     "#000000",
 )  # Okabe and Ito: colour-blind safe
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 _PARTS = {
     "kv_token_states": ("0.55", ""),
@@ -64,24 +66,39 @@ STYLE = {
 """Matplotlib settings of all figures: `write_figures` applies them, callers of `draw` do so themselves."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel, with 95 % intervals."""
+
+    label: str
+    xs: Sequence[float]
+    """Places on the horizontal axis, as `place_x` gives them."""
+    estimates: Sequence[Estimate]
+
+
 def write_figures(config: ExperimentConfig, summaries: Sequence[SettingSummary], directory: Path) -> list[Path]:
     """Write each figure as PNG (200 dpi) and PDF; returns the files. Nothing swept, no figures."""
     if config.x is None:
         return []
-    directory.mkdir(parents=True, exist_ok=True)
     written = []
     for name, panels in config.report.panels.items():
         with matplotlib.rc_context(STYLE):
-            figure = draw(config, summaries, panels)
-            for suffix in (".png", ".pdf"):
-                written.append(directory / f"{name}{suffix}")
-                figure.savefig(written[-1], dpi=200)
+            written += save(draw(config, summaries, panels), directory, name)
     return written
+
+
+def save(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and PDF; returns the files. To be called under `STYLE`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = [directory / f"{name}{suffix}" for suffix in (".png", ".pdf")]
+    for file in files:
+        figure.savefig(file, dpi=200)
+    return files
 
 
 def draw(config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: Sequence[Sequence[str]]) -> Figure:
     """One figure with a panel for each group of metrics, one below the other."""
-    figure = Figure(figsize=(_WIDTH_IN, _PANEL_HEIGHT_IN * len(panels)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, PANEL_HEIGHT_IN * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     series: dict[tuple[Any, ...], list[SettingSummary]] = {}
     for summary in summaries:
@@ -94,9 +111,9 @@ def draw(config: ExperimentConfig, summaries: Sequence[SettingSummary], panels: 
         else:
             _lines(config, series, panel, ax)
         if len(ax.get_legend_handles_labels()[1]) > 1:
-            rows += _legend(ax)
-    axes[-1].set_xlabel(_axis_name(config.x or ""))
-    figure.set_figheight(_PANEL_HEIGHT_IN * len(panels) + _LEGEND_ROW_IN * max(0, rows - 2 * len(panels)))
+            rows += legend(ax)
+    axes[-1].set_xlabel(axis_name(config.x or ""))
+    figure.set_figheight(PANEL_HEIGHT_IN * len(panels) + LEGEND_ROW_IN * max(0, rows - 2 * len(panels)))
     return figure
 
 
@@ -107,34 +124,40 @@ def _lines(
     ax: Axes,
 ) -> None:
     xs = list(dict.fromkeys(s.setting.values[config.x or ""] for points in series.values() for s in points))
-    place = _place_x(xs, ax)
-    estimates = {
-        (name, key): [s.metrics[name].estimate for s in points] for name in panel for key, points in series.items()
-    }
-    factor, unit = METRICS[panel[0]].display([e.mean for row in estimates.values() for e in row])
+    place = place_x(xs, ax)
     labels = [METRICS[name].label for name in panel]
     shared = labels[0] if len(panel) == 1 else _common_words(labels)
-    for i, ((name, key), row) in enumerate(estimates.items()):
-        words = [METRICS[name].label.removeprefix(shared).strip()] if len(panel) > 1 else []
-        values = dict(zip(config.series_keys, key, strict=True))
-        words += [label_of({k: values[k] for k in config.legend_keys})] if values else []
+    lines = []
+    for name in panel:
+        for key, points in series.items():
+            words = [METRICS[name].label.removeprefix(shared).strip()] if len(panel) > 1 else []
+            values = dict(zip(config.series_keys, key, strict=True))
+            words += [label_of({k: values[k] for k in config.legend_keys})] if values else []
+            xs = [place[s.setting.values[config.x or ""]] for s in points]
+            lines.append(Line(", ".join(words), xs, [s.metrics[name].estimate for s in points]))
+    draw_lines(lines, shared or "value", METRICS[panel[0]], ax)
+
+
+def draw_lines(lines: Sequence[Line], label: str, metric: Metric, ax: Axes) -> None:
+    """Draw lines that differ without colour, and name the vertical axis `label` with the metric's unit."""
+    factor, unit = metric.display([e.mean for line in lines for e in line.estimates])
+    for i, line in enumerate(lines):
         ax.errorbar(
-            [place[s.setting.values[config.x or ""]] for s in series[key]],
-            [e.mean * factor for e in row],
-            yerr=[0 if e.half_width != e.half_width else e.half_width * factor for e in row],
-            label=", ".join(words),
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
+            line.xs,
+            [e.mean * factor for e in line.estimates],
+            yerr=[0 if e.half_width != e.half_width else e.half_width * factor for e in line.estimates],
+            label=line.label,
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
             linestyle=_LINES[i % len(_LINES)],
-            markerfacecolor=_COLOURS[i % len(_COLOURS)] if i % 2 == 0 else "white",
+            markerfacecolor=COLOURS[i % len(COLOURS)] if i % 2 == 0 else "white",
             markersize=3.5,
             linewidth=1.1,
             elinewidth=0.8,
             capsize=2,
         )
-    label = shared or "value"
     ax.set_ylabel(f"{label} ({unit})" if unit else label)
-    if all(e.mean >= 0 for row in estimates.values() for e in row):
+    if all(e.mean >= 0 for line in lines for e in line.estimates):
         ax.set_ylim(bottom=0)
 
 
@@ -165,7 +188,7 @@ def _stacked_bars(
     ax.set_ylabel("KV pool (%)")
 
 
-def _legend(ax: Axes) -> int:
+def legend(ax: Axes) -> int:
     """Above the axes, where it hides no data, in one column where the words are long; returns its rows."""
     words = ax.get_legend_handles_labels()[1]
     columns = 2 if max(map(len, words)) <= _LETTERS_IN_A_LEGEND else 1
@@ -180,7 +203,7 @@ def _legend(ax: Axes) -> int:
     return -(-len(words) // columns)
 
 
-def _place_x(xs: Sequence[Any], ax: Axes) -> dict[Any, float]:
+def place_x(xs: Sequence[Any], ax: Axes) -> dict[Any, float]:
     """Where each value lies: numbers on a scale (log2 if they span a factor of 8), others side by side."""
     numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
     place = {x: float(x) if numeric else float(i) for i, x in enumerate(xs)}
@@ -204,7 +227,7 @@ def _name_ticks(xs: Sequence[Any], ax: Axes) -> None:
             label.set(horizontalalignment="right", rotation_mode="anchor")
 
 
-def _axis_name(key: str) -> str:
+def axis_name(key: str) -> str:
     """`engine.block_size` as words with its unit, where the unit is known."""
     words, unit = key.rpartition(".")[2].replace("_", " "), unit_of(key)
     return f"{words} ({unit})" if unit else words
