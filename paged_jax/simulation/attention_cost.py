@@ -1,25 +1,19 @@
-"""Time of the attention kernel in one step: decodes read whole pages, prompts compute."""
+"""Time of one layer's attention in one step: decodes read pages, prompts compute."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from paged_jax.execution.plan import SchedulerOutput
+from paged_jax.execution.plan import ScheduledRequest
 from paged_jax.simulation.hardware import Hardware
 from paged_jax.simulation.layer_shapes import split
 from paged_jax.simulation.model_shape import DTYPE_BYTES, ModelShape
 from paged_jax.simulation.roofline import overlapped
 
 
-class AttentionWork(NamedTuple):
-    """What one layer of a kind has to do for a plan, on one device."""
-
-    seconds: float
-    pages: int
-    """Pages that its block tables name to the kernel."""
-
-
 class AttentionCost:
-    """Attention of one kind of layer: those with one sliding window, or those without."""
+    """Layers that have one sliding window, or none, on one device of a tensor-parallel group.
+
+    With latent attention, decodes work on the latents themselves (absorbed), prompts on keys and values made of them.
+    """
 
     def __init__(
         self,
@@ -30,73 +24,69 @@ class AttentionCost:
         block_size: int,
         dtype: str,
         kv_dtype: str,
-        tensor_parallel_size: int,
-        contiguous: bool,
+        tensor_parallel_size: int = 1,
+        contiguous: bool = False,
     ) -> None:
-        latent = shape.kv_lora_rank is not None
-        self._window, self._block_size, self._overlap = window, block_size, hardware.overlap
-        self._fixed = hardware.kernel_s
+        self._window, self._overlap = window, hardware.overlap
+        self._decode_s, self._chunk_s = hardware.attention_decode_s, hardware.attention_chunk_s
+        self._longest, self._tile = hardware.attention_longest, hardware.attention_tile_tokens
+        self._unit = min(block_size, self._tile)  # tokens of one copy
         heads = split(shape.num_heads, tensor_parallel_size)
-        # latent attention has one latent for all heads, which every device holds whole
-        kv_heads = 1 if latent else split(shape.num_kv_heads, tensor_parallel_size)
-        kv_bytes = DTYPE_BYTES[kv_dtype]
-        if latent:
-            width = shape.kv_lora_rank + shape.qk_rope_head_dim
-            token_bytes = width * kv_bytes
-            decode_flops = 2 * heads * (width + shape.kv_lora_rank)  # absorbed: scores over both parts, then latents
-            chunk_flops = 2 * heads * (shape.head_dim + shape.v_head_dim)
-            # latents of earlier chunks become keys and values again
-            self._expand_flops = 2 * heads * shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
-        else:
-            token_bytes = 2 * kv_heads * shape.head_dim * kv_bytes
+        if shape.kv_lora_rank is None:
+            kv_heads = split(shape.num_kv_heads, tensor_parallel_size)
+            token_bytes = 2 * kv_heads * shape.head_dim * DTYPE_BYTES[kv_dtype]
             decode_flops = chunk_flops = 4 * heads * shape.head_dim
-            self._expand_flops = 0
-        self._page_s = block_size * token_bytes / (hardware.memory_bandwidth * hardware.attention_bandwidth_efficiency)
+            expand_flops = 0
+        else:
+            kv_heads = 1  # one latent for all heads, which every device holds whole
+            width = shape.kv_lora_rank + shape.qk_rope_head_dim
+            token_bytes = width * DTYPE_BYTES[kv_dtype]
+            decode_flops = 2 * heads * (width + shape.kv_lora_rank)
+            chunk_flops = 2 * heads * (shape.head_dim + shape.v_head_dim)
+            # the latents of earlier chunks become keys and values again
+            expand_flops = 2 * heads * shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
+        # a thread block of a GPU copies one head's part of a page, other kernels copy pages whole
+        copies = kv_heads if hardware.kind == "gpu" else 1
+        overhead = 0 if contiguous else copies * hardware.page_overhead_bytes
+        bandwidth = hardware.memory_bandwidth * hardware.attention_bandwidth_efficiency
+        self._unit_s = (self._unit * token_bytes + overhead) / bandwidth
         peak = hardware.flops(dtype) * hardware.attention_flops_efficiency
-        self._decode_tile_s = hardware.attention_tile_tokens * decode_flops / peak
-        self._chunk_pair_s, self._expand_s = chunk_flops / peak, self._expand_flops / peak
-        self._tile_rows, self._tile_tokens = hardware.attention_tile_rows, hardware.attention_tile_tokens
-        # a thread block of a GPU reads one head's part of a page, other kernels read pages whole
-        readers = kv_heads if hardware.kind == "gpu" else 1
-        self._lookup_s = 0.0 if contiguous else readers * hardware.page_lookup_s / hardware.num_cores
+        self._tile_s = self._tile * decode_flops / peak
+        self._pair_s, self._expand_s = chunk_flops / peak, expand_flops / peak
+        self._query_s = self._pair_s * hardware.attention_saturation_tokens
 
-    def work(self, contexts: Sequence[int], plan: SchedulerOutput) -> AttentionWork:
-        """One layer's work for decodes that see `contexts` tokens each, themselves included, and the plan's chunks."""
-        pages, tiles = self._decode_pages(contexts)
-        compute, reads = tiles * self._decode_tile_s, pages
-        for chunk in plan.chunks:
-            start, count = chunk.start, chunk.num_tokens
-            chunk_pages = self._pages(start + count, start)
-            pages += chunk_pages
-            reads += chunk_pages
-            compute += self._pairs(start, count) * self._chunk_pair_s + start * self._expand_s
-        if not pages:
-            return AttentionWork(0.0, 0)
-        memory = reads * self._page_s
-        return AttentionWork(overlapped(compute, memory, self._overlap) + pages * self._lookup_s + self._fixed, pages)
+    def seconds(self, contexts: Sequence[int], chunks: Sequence[ScheduledRequest] = (), padded_rows: int = 0) -> float:
+        """Seconds of one layer for decodes that see `contexts` tokens each, themselves included, and for chunks."""
+        fixed = compute = 0.0
+        units = 0
+        if contexts:
+            fixed = self._decode_s
+            if self._longest:
+                contexts = [max(contexts)] * max(padded_rows, len(contexts))
+            unit, tile, window = self._unit, self._tile, self._window
+            if window is None:
+                units = sum([-(-context // unit) for context in contexts])
+                compute = self._tile_s * sum([-(-context // tile) for context in contexts])
+            else:
+                units = sum([self._units(context, context - 1) for context in contexts])
+                compute = self._tile_s * sum([-(-min(context, window) // tile) for context in contexts])
+        if chunks:
+            fixed += self._chunk_s
+            for chunk in chunks:
+                start, count = chunk.start, chunk.num_tokens
+                units += self._units(start + count, start)
+                compute += self._pairs(start, count) * self._pair_s + count * self._query_s + start * self._expand_s
+        return overlapped(compute, units * self._unit_s, self._overlap) + fixed
 
-    def _decode_pages(self, contexts: Sequence[int]) -> tuple[int, int]:
-        """Pages read, and tiles of keys computed."""
-        block, tile, window = self._block_size, self._tile_tokens, self._window
-        if window is None:
-            return sum(-(-c // block) for c in contexts), sum(-(-c // tile) for c in contexts)
-        pages = sum(self._pages(c, c - 1) for c in contexts)
-        return pages, sum(-(-min(c, window) // tile) for c in contexts)
-
-    def _pages(self, end: int, first_query: int) -> int:
-        """Pages that hold what tokens `first_query` to `end` - 1 see."""
+    def _units(self, end: int, first_query: int) -> int:
+        """Copies that bring what tokens `first_query` to `end` - 1 see."""
         first = 0 if self._window is None else max(0, first_query - self._window + 1)
-        return -(-end // self._block_size) - first // self._block_size
+        return -(-end // self._unit) - first // self._unit
 
     def _pairs(self, start: int, count: int) -> float:
-        """Pairs of a query and a key that it sees, queries padded to whole tiles; half a tile is masked."""
-        padded = -(-count // self._tile_rows) * self._tile_rows
+        """Pairs of a query and a key that it sees."""
         window = self._window
         if window is None or start + count <= window:
-            seen = count * start + count * (count + 1) / 2
-        elif start >= window:
-            seen = count * window
-        else:
-            growing = window - start
-            seen = growing * start + growing * (growing + 1) / 2 + (count - growing) * window
-        return seen * padded / count
+            return count * (start + (count + 1) / 2)
+        growing = max(0, window - start)  # queries that the window does not yet cut short
+        return growing * (start + (growing + 1) / 2) + (count - growing) * window

@@ -1,6 +1,6 @@
 """Time of a matrix product: a roofline over whole tiles, dealt out to the cores in waves."""
 
-from paged_jax.simulation.hardware import Hardware
+from paged_jax.simulation.hardware import GemmTile, Hardware
 from paged_jax.simulation.roofline import overlapped
 
 
@@ -14,14 +14,15 @@ def gemm_seconds(
     """
     if rows < 1 or count < 1:
         return 0.0
-    compute = min(_tile_seconds(hardware, tile, rows, columns, count) for tile in hardware.gemm_tiles)
-    compute *= 2.0 * inner * hardware.num_cores / hardware.flops(dtype)
+    compute = min(_padded(tile, rows, columns, count, hardware.num_cores) for tile in hardware.gemm_tiles)
+    compute *= 2.0 * inner / hardware.flops(dtype)
     moved = element_bytes * count * (inner * columns + rows * inner + rows * columns)
     memory = moved / (hardware.memory_bandwidth * hardware.gemm_bandwidth_efficiency)
     return overlapped(compute, memory, hardware.overlap) + hardware.kernel_s
 
 
-def _tile_seconds(hardware: Hardware, tile, rows: int, columns: int, count: int) -> float:  # noqa: ANN001
+def _padded(tile: GemmTile, rows: int, columns: int, count: int, num_cores: int) -> float:
+    """Elements of the result that the cores could compute at their peak while they compute these."""
     tiles = count * -(-rows // tile.rows) * -(-columns // tile.columns)
-    waves = -(-tiles // hardware.num_cores)
-    return waves * tile.rows * tile.columns / tile.efficiency
+    waves = -(-tiles // num_cores)
+    return waves * num_cores * tile.rows * tile.columns / tile.efficiency

@@ -45,21 +45,32 @@ class Hardware(StrictModel):
     gemm_tiles: Annotated[tuple[GemmTile, ...], Field(min_length=1)]
     """To choose from: the quickest one for the shape."""
     gemm_bandwidth_efficiency: Share
-    attention_flops_efficiency: Share
-    attention_bandwidth_efficiency: Share
-    attention_tile_rows: Count
-    """Queries (times query heads of a group, in a decode) that the attention kernel computes together."""
-    attention_tile_tokens: Count
-    """Keys that it computes together, whatever the page size."""
-    page_lookup_s: NotNegative
-    """Time of a core that each page costs besides its bytes: reading its table entry and starting its copy."""
-    elementwise_bandwidth_efficiency: Share
     overlap: Annotated[float, Field(ge=1)]
-    """How computing hides behind reading: p of (compute^p + memory^p)^(1/p). 1: not at all, they add up; a large one:
-    wholly, the longer one counts."""
+    """How computing hides behind reading, in products and attention: p of (compute^p + memory^p)^(1/p). 1: not at all,
+    they add up; a large one: wholly, the longer one counts."""
+    elementwise_bandwidth_efficiency: Share
+
+    attention_flops_efficiency: Share
+    """Towards which prompts tend as they see more keys."""
+    attention_saturation_tokens: NotNegative
+    """Keys that a prompt's tokens see on average when half of that is reached."""
+    attention_bandwidth_efficiency: Share
+    """Of decodes over contiguous memory."""
+    page_overhead_bytes: NotNegative
+    """What could be read in the time that a page costs besides its bytes: its table entry, starting its copy."""
+    attention_tile_tokens: Count
+    """Keys that the kernel works on at a time. Of a page that is larger it copies as many at a time, each copy with its
+    overhead."""
+    attention_longest: bool = False
+    """Whether all decodes of a step, padding included, take as long as the one with the longest context: a kernel of
+    whole arrays."""
+    attention_decode_s: NotNegative
+    """Fixed time of one layer's attention of decodes."""
+    attention_chunk_s: NotNegative
+    """And of prompts."""
 
     kernel_s: NotNegative
-    """Least time between the starts of two kernels of which the second needs the first."""
+    """Fixed time of each kernel but attention's."""
     kernel_launch_s: NotNegative
     """Host time to launch one kernel by itself (eager)."""
     step_launch_s: NotNegative
