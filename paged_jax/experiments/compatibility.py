@@ -26,6 +26,8 @@ def check_together(engine: EngineConfig, workload: Workload) -> None:
             f"workload.n ({workload.n}) samples of a prompt run at once, more than engine.max_num_seqs "
             f"({engine.max_num_seqs}): lower the one or raise the other"
         )
+    if workload.beam_width is not None:
+        _check_beams(engine, workload.beam_width)
     for (field, policy), wanted in _WORKLOAD_OF.items():
         if getattr(engine, field) == policy and getattr(workload, wanted) is None:
             raise ValueError(f"engine.{field} {policy!r} has no effect without workload.{wanted}: set it")
@@ -59,3 +61,17 @@ def check_has_effect(settings: Iterable[tuple[EngineConfig, Workload]]) -> None:
 def _reads(engine: EngineConfig, readers: Sequence[tuple[str, str]]) -> bool:
     chosen = [getattr(engine, key) for key in POLICIES]
     return any(getattr(engine, key) == policy for key, policy in readers) or any(":" in (name or "") for name in chosen)
+
+
+def _check_beams(engine: EngineConfig, beam_width: int) -> None:
+    if beam_width > engine.max_num_seqs:
+        raise ValueError(
+            f"workload.beam_width ({beam_width}) beams of a prompt run at once, more than engine.max_num_seqs "
+            f"({engine.max_num_seqs}): lower the one or raise the other"
+        )
+    # no token ends a beam, since requests of workloads go on after end-of-sequence: then twice the width is looked at
+    if 2 * beam_width > engine.max_logprobs:
+        raise ValueError(
+            f"workload.beam_width ({beam_width}) needs twice as many log-probabilities, more than engine.max_logprobs "
+            f"({engine.max_logprobs}): lower the one or raise the other"
+        )

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import Field, model_validator
 
@@ -192,11 +193,18 @@ def _known_paths(workload: type[StrictModel]) -> list[str]:
     def walk(model: type[StrictModel], where: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
             yield where + name
-            nested = workload if where + name == "workload" else field.annotation
-            if isinstance(nested, type) and issubclass(nested, StrictModel):
+            nested = workload if where + name == "workload" else _model_in(field.annotation)
+            if nested is not None:
                 yield from walk(nested, f"{where}{name}.")
 
     return list(walk(ExperimentConfig, ""))
+
+
+def _model_in(annotation: Any) -> type[StrictModel] | None:
+    """The model that a field holds, also one that may be unset; None if it holds plain values."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    models = [option for option in options if isinstance(option, type) and issubclass(option, StrictModel)]
+    return models[0] if len(models) == 1 else None
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
@@ -265,8 +273,8 @@ def _section[T: StrictModel](model: type[T], raw: Any, where: str, known: Sequen
         raise ValueError(f"unknown key {f'{where}.{key}'!r}{_suggestion(f'{where}.{key}', known)}")
     values = model.with_laws(raw) if issubclass(model, WorkloadSpec) else dict(raw)
     for name, field in model.model_fields.items():
-        nested = field.annotation
-        if name in raw and isinstance(nested, type) and issubclass(nested, StrictModel):
+        nested = _model_in(field.annotation)
+        if nested is not None and raw.get(name) is not None:
             values[name] = _section(nested, values[name], f"{where}.{name}", known)
     try:
         return parse(model, values, where)

@@ -36,7 +36,7 @@ class WorkloadSpec(ArrivalProcess):
     def with_laws(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Plain values in which lengths that name no law have the kind's, where that is one, else lognormal."""
         law = values["kind"] if values.get("kind") in LAWS else "lognormal"
-        own = [name for name, field in cls.model_fields.items() if field.annotation is Lengths]
+        own = [name for name, field in cls.model_fields.items() if field.annotation in (Lengths, Lengths | None)]
         return {**values, **{name: with_law(values[name], law) for name in own if name in values}}
 
     @model_validator(mode="after")

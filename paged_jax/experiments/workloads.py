@@ -2,8 +2,8 @@
 
 The kinds `lognormal`, `uniform`, `zipf` and `bimodal` are random token ids whose lengths follow that law;
 `shared_prefix`, `few_shot`, `tree` and `chat` are requests that begin alike; `prompts` is real text, shipped with the
-package. All go on after end-of-sequence, so that output lengths are exactly as drawn, and policies may be told them;
-requests of one sample are greedy. Pure NumPy: no JAX here.
+package; `trace` is a recorded trace (see `request_traces`). All go on after end-of-sequence, so that output lengths are
+exactly as drawn, and policies may be told them; requests of one sample are greedy. Pure NumPy: no JAX here.
 """
 
 import json
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from paged_jax.engine.engine import Arrival
-from paged_jax.experiments.arrival_times import starts
+from paged_jax.experiments.arrival_times import Start, starts
 from paged_jax.experiments.chat import ChatWorkload, chat_arrivals
 from paged_jax.experiments.lengths import Count, Lengths
 from paged_jax.experiments.prefix_tree import TreeWorkload, tree_prompts
+from paged_jax.experiments.request_traces.spec import TraceWorkload
+from paged_jax.experiments.request_traces.workload import trace_requests
 from paged_jax.experiments.shared_prefixes import (
     FewShotWorkload,
     SharedPrefixWorkload,
@@ -65,7 +67,13 @@ class SyntheticWorkload(WorkloadSpec):
 
 
 type Workload = Annotated[
-    PromptsWorkload | SyntheticWorkload | SharedPrefixWorkload | FewShotWorkload | TreeWorkload | ChatWorkload,
+    PromptsWorkload
+    | SyntheticWorkload
+    | SharedPrefixWorkload
+    | FewShotWorkload
+    | TreeWorkload
+    | ChatWorkload
+    | TraceWorkload,
     Field(discriminator="kind"),
 ]
 
@@ -84,7 +92,7 @@ def shipped_prompts() -> tuple[str, ...]:
 
 
 def longest_request(spec: Workload) -> int | None:
-    """Most tokens a request can have, prompt and output; None if only the tokenizer can tell."""
+    """Most tokens a request can have, prompt and output; None if only the tokenizer or the trace can tell."""
     match spec:
         case SyntheticWorkload():
             return spec.prompt.longest + spec.output.longest
@@ -96,6 +104,8 @@ def longest_request(spec: Workload) -> int | None:
             return spec.root.longest + spec.depth * spec.node.longest + spec.output.longest
         case ChatWorkload():
             return spec.longest
+        case TraceWorkload():
+            return spec.max_total_tokens
         case _:
             return None
 
@@ -105,8 +115,8 @@ def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", voca
 
     What is drawn comes from separate streams (but prompt and output lengths share one): changing `request_rate` moves
     the same requests in time, and setting `users` gives the same requests users. `tokenizer` is needed by kind
-    `prompts` only; `vocab_size` bounds random token ids.
-    Raises ValueError when the model has no tokenizer but the kind needs one.
+    `prompts` and by traces of texts; `vocab_size` bounds random token ids.
+    Raises ValueError when the model has no tokenizer but the kind needs one, or a trace is not what the spec says.
     """
     streams = Streams.of(seed)
     match spec:
@@ -123,6 +133,12 @@ def make_workload(spec: Workload, seed: int, tokenizer: "Tokenizer | None", voca
             prompts = tree_prompts(spec, streams, vocab_size)
         case ChatWorkload():
             return chat_arrivals(spec, seed, streams, vocab_size)
+        case TraceWorkload():
+            requests = trace_requests(spec, seed, vocab_size, tokenizer)
+            prompts = [request.prompt_token_ids for request in requests]
+            times = [Start(request.time) for request in requests if request.time is not None]
+            begin = times or starts(spec, len(prompts), streams.gaps)
+            return as_arrivals(spec, seed, streams, prompts, [request.output_len for request in requests], begin)
     begin = starts(spec, len(prompts), streams.gaps)
     return as_arrivals(spec, seed, streams, prompts, spec.output.draw(len(prompts), streams.lengths), begin)
 
