@@ -48,7 +48,7 @@ def time_ns(value: Any, unit: TimeUnit, where: str, name: str) -> int:
 
 
 def column_ns(cells: Sequence[str], lines: Sequence[int], path: Path, name: str, unit: TimeUnit | None) -> list[int]:
-    """Nanoseconds of a column of numbers (in `unit`; unset, seconds) or of dates with a time of day (without a unit)."""
+    """Nanoseconds of a column of numbers (in `unit`; unset, seconds) or of dates with a time of day (without one)."""
     if _DATE_TIME.fullmatch(cells[0].strip()) is None:
         unit = unit or "s"
         times = [time_ns(cell, unit, f"{path}, line {line}", name) for cell, line in zip(cells, lines, strict=True)]

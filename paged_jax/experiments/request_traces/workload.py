@@ -5,14 +5,15 @@
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from paged_jax.experiments.arrival_times import starts
 from paged_jax.experiments.request_traces.azure import read_azure
 from paged_jax.experiments.request_traces.burstgpt import read_burstgpt
-from paged_jax.experiments.request_traces.hash_blocks import block_ids
 from paged_jax.experiments.request_traces.lengths import read_lengths
 from paged_jax.experiments.request_traces.mooncake import HASH_BLOCK_SIZE, read_mooncake
 from paged_jax.experiments.request_traces.prompts import read_prompts
@@ -21,7 +22,7 @@ from paged_jax.experiments.request_traces.sharegpt import read_sharegpt
 from paged_jax.experiments.request_traces.source import fingerprint
 from paged_jax.experiments.request_traces.spec import TEXTS, TIMED, StandIn, TraceWorkload
 from paged_jax.experiments.request_traces.timestamps import clock_notes
-from paged_jax.experiments.token_ids import random_ids
+from paged_jax.experiments.request_traces.token_windows import TokenWindows
 from paged_jax.experiments.workload_spec import Streams
 
 if TYPE_CHECKING:
@@ -51,19 +52,13 @@ def trace_requests(
         rows, _ = _read(spec)
         return _text_requests(spec, rows, streams, tokenizer)[0]
     rows, _ = _length_rows(spec, streams)
-    key = int(streams.contents.integers(2**63)) if spec.format == "mooncake" else 0
     origin = rows[0].time_ns or 0
     scale = spec.time_scale or 1.0
-    return [
-        TraceRequest(
-            (row.time_ns - origin) / 1e9 * scale if spec.keeps_times and row.time_ns is not None else None,
-            block_ids(row.hash_ids, HASH_BLOCK_SIZE, row.prompt_len, vocab_size, key)
-            if row.hash_ids
-            else random_ids(row.prompt_len, vocab_size, streams.contents),
-            row.output_len,
-        )
-        for row in rows
+    times = [
+        (row.time_ns - origin) / 1e9 * scale if spec.keeps_times and row.time_ns is not None else None for row in rows
     ]
+    prompts = _prompts(rows, vocab_size, streams.contents)
+    return [TraceRequest(time, prompt, row.output_len) for time, prompt, row in zip(times, prompts, rows, strict=True)]
 
 
 def workload_notes(spec: Any, seed: int = 0, tokenizer: "Tokenizer | None" = None) -> list[str]:
@@ -188,6 +183,24 @@ def _text_requests(
             f"{spec.file}: {len(requests)} requests are taken, of {seen} looked at and {len(rows)} in the file"
         )
     return requests, notes
+
+
+def _prompts(rows: Sequence[TraceRow], vocab_size: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
+    """Made-up prompts of these rows: equal tokens where hash ids are equal, else nothing in common."""
+    if not rows[0].hash_ids:
+        windows = TokenWindows(len(rows), max(row.prompt_len for row in rows), vocab_size, rng)
+        yield from (windows.window(i, row.prompt_len) for i, row in enumerate(rows))
+        return
+    numbers: dict[int, int] = {}
+    for row in rows:
+        for hash_id in row.hash_ids:
+            numbers.setdefault(hash_id, len(numbers))
+    windows = TokenWindows(len(numbers), HASH_BLOCK_SIZE, vocab_size, rng)
+    for row in rows:
+        prompt: list[int] = []
+        for hash_id in row.hash_ids:
+            prompt += windows.window(numbers[hash_id], min(HASH_BLOCK_SIZE, row.prompt_len - len(prompt)))
+        yield tuple(prompt)
 
 
 def _order(spec: TraceWorkload, count: int, streams: Streams) -> list[int]:
