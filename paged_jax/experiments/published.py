@@ -88,10 +88,14 @@ class ComparedRow:
         return 0.0 if self.row.order is not None and not self.row.informative else self.row.expect
 
     @property
+    def target(self) -> Range | None:
+        """What ours is shown against: what was published, or else what is expected; None where neither is given."""
+        return self.paper if self.paper is not None else self.expected
+
+    @property
     def difference(self) -> Measured | None:
-        """Ours less the nearest end of what was published, or else expected; None where neither is given."""
-        target = self.paper if self.paper is not None else self.expected
-        return None if target is None else self.ours.beyond(target)
+        """Ours less the nearest end of the target."""
+        return None if self.target is None else self.ours.beyond(self.target)
 
     @property
     def holds(self) -> bool | None:

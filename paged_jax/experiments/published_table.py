@@ -24,8 +24,8 @@ def comparison_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     columns = {
         "experiment": [comparison.name for comparison, _ in rows if len(comparisons) > 1],
         "what": [row.row.name for _, row in rows],
-        "paper": [_paper(row) for _, row in rows],
-        "expected": [_range(row, row.row.expect) for _, row in rows],
+        "paper": [_paper(row, comparison) for comparison, row in rows],
+        "expected": [_expected(row, comparison) for comparison, row in rows],
         "ours": [_ours(row) for _, row in rows],
         "difference": [_difference(row) for _, row in rows],
         "holds": [_holds(row) if comparison.verdict else "" for comparison, row in rows],
@@ -110,10 +110,21 @@ def _table(comparison: Comparison) -> Table:
     return comparison_table(f"{comparison.name}: a claim{f' of {source}' if source else ''}, tested", [comparison])
 
 
-def _paper(compared: ComparedRow) -> str:
+def _paper(compared: ComparedRow, comparison: Comparison) -> str:
     if compared.row.order is not None:
-        return " < ".join(element_names(compared.row.order))
+        judged = comparison.verdict is not None and compared.expected is not None
+        return "" if judged else _order(compared)
     return _range(compared, compared.row.value)
+
+
+def _expected(compared: ComparedRow, comparison: Comparison) -> str:
+    if compared.row.order is not None:
+        return "" if _paper(compared, comparison) else _order(compared)
+    return _range(compared, compared.row.expect)
+
+
+def _order(compared: ComparedRow) -> str:
+    return " < ".join(element_names(compared.row.order or ()))
 
 
 def _range(compared: ComparedRow, given: Range | None) -> str:
@@ -140,8 +151,8 @@ def _ours(compared: ComparedRow) -> str:
 
 
 def _difference(compared: ComparedRow) -> str:
-    beyond = compared.difference
-    if beyond is None:
+    beyond, target = compared.difference, compared.target
+    if beyond is None or target is None:
         return ""
     if math.isnan(beyond.low):
         return "n/a"
@@ -150,8 +161,7 @@ def _difference(compared: ComparedRow) -> str:
             return "same order"
         words = number(beyond.low) if beyond.is_exact else f"{number(beyond.low)} to {number(beyond.high)}"
         return f"{words} of {math.comb(len(compared.row.order), 2)} pairs differ"
-    target = compared.paper if compared.paper is not None else compared.expected
-    low, high = ends(0.0 if target is None else target)
+    low, high = ends(target)
     if beyond == Measured(0.0, 0.0):
         return "0" if low == high else "inside"
     if beyond.low <= 0 <= beyond.high:
