@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # one literal, not a union with "auto": a wrong value is then one problem, not one for each member
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "float8", "int8"]
 
 POLICIES = {
     "batching": {
@@ -106,8 +107,13 @@ class EngineConfig(StrictModel):
     """Most tokens of a request, prompt and output together; unset, what the model was trained for."""
     dtype: DType = "auto"
     """Of weights and activations; auto is float32 on a CPU, else the checkpoint's own."""
-    kv_cache_dtype: DType = "auto"
-    """Of the KV pages; auto is the same as dtype."""
+    kv_cache_dtype: KVDType = "auto"
+    """Of the KV pages; auto is the same as dtype. float8 and int8 are for the simulated device so far."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Devices that share every layer's heads and matrices; more than 1 for the simulated device only, so far."""
+    enforce_eager: bool = False
+    """No padding to buckets, every kernel launched by the host: for the simulated device only (a JAX step is always
+    compiled)."""
     enable_chunked_prefill: bool = True
     """Split prompts into chunks that share steps with decodes. Off, a prompt must fit one step's budget."""
     batching: str = "continuous"
@@ -211,6 +217,8 @@ class EngineConfig(StrictModel):
                 "name a kernel, or leave it unset"
             )
         buckets = self.token_buckets
+        if buckets is not None and self.enforce_eager:
+            raise ValueError("token_buckets has no effect with enforce_eager, which pads nothing: leave it unset")
         if buckets is not None:
             if not buckets or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"token_buckets {list(buckets)} must be a non-empty ascending list without repeats")
@@ -287,6 +295,22 @@ READERS: dict[str, dict[str, tuple[str, ...]]] = {
     "swap_block_cost": {"preemption_mode": ("auto",)},
 }
 """Settings that only some policies read, and which."""
+
+
+SIMULATED_ONLY = ("tensor_parallel_size", "enforce_eager")
+"""Settings that only a simulated device can have, so far."""
+
+
+def check_real(config: EngineConfig) -> None:
+    """Raise ValueError for a setting that only a simulated device can have."""
+    for field in SIMULATED_ONLY:
+        if getattr(config, field) != type(config).model_fields[field].default:
+            raise ValueError(f"{field} is for the simulated device only: leave it unset, or use executor simulated")
+    if config.kv_cache_dtype in ("float8", "int8"):
+        raise ValueError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is for the simulated device only, so far: choose a float dtype of "
+            "16 or 32 bits, or use executor simulated"
+        )
 
 
 def _as_tuples(value: Any) -> Any:

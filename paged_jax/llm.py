@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from paged_jax.checkpoints.resolve import Checkpoint, resolve
 from paged_jax.checkpoints.tokenizer import Tokenizer
-from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, DEFAULT_SWAP_SPACE, EngineConfig, parse
+from paged_jax.config import DEFAULT_CPU_KV_CACHE_MEMORY, DEFAULT_SWAP_SPACE, EngineConfig, check_real, parse
 from paged_jax.engine.clock import Clock, WallClock
 from paged_jax.engine.engine import Engine
 from paged_jax.engine.request import Request
@@ -41,6 +41,7 @@ class EngineFactory:
         """An engine with a KV cache of its own. Raises ValueError for settings that this model cannot have."""
         if config.trace_file is not None:
             check_trace_file(config.trace_file)  # before the weights are loaded
+        check_real(config)
         backend = jax.default_backend()
         attention = None if config.attention_implementation == "auto" else config.attention_implementation
         if attention in KERNELS and page_backend(attention) != backend and not config.attention_interpret:

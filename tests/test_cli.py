@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from paged_jax import __version__, cli
 from paged_jax.cli import COMMANDS, main
-from paged_jax.config import EngineConfig
+from paged_jax.config import SIMULATED_ONLY, EngineConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 SMOKE = str(CONFIGS / "smoke.yaml")
@@ -194,7 +194,8 @@ def test_help_of_a_command(paged_jax: Program, name: str) -> None:
 
 def test_help_of_generate_explains_every_engine_setting(paged_jax: Program) -> None:
     out = paged_jax("generate", "--help").out
-    for field in set(EngineConfig.model_fields) - {"max_logprobs"}:  # of which only the text is shown
+    # only the text is shown, and nothing is simulated
+    for field in set(EngineConfig.model_fields) - {"max_logprobs", *SIMULATED_ONLY}:
         assert f"--{field.replace('_', '-')}" in out
     assert "Tokens per KV block (page). (default: 16)" in out
     assert "{auto,float32,bfloat16,float16}" in out

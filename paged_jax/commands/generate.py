@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import tyro
 
 from paged_jax.commands import BAR_FORMAT, PROGRAM, UsageError
-from paged_jax.config import EngineConfig, parse
+from paged_jax.config import SIMULATED_ONLY, EngineConfig, parse
 from paged_jax.flags import as_flags, flags_of, values_of
 from paged_jax.sampling.params import SamplingParams
 
@@ -22,7 +22,9 @@ _SAMPLING_DEFAULTS = {
     f.name: f.default for f in dataclasses.fields(SamplingParams) if f.init and f.name not in _NOT_STREAMED
 } | {"temperature": 0.0, "max_tokens": 128}
 _NO_LOGPROBS = {"max_logprobs": 0}  # programs are smaller without
-_ENGINE_DEFAULTS = {name: f.default for name, f in EngineConfig.model_fields.items() if name not in _NO_LOGPROBS}
+_ENGINE_DEFAULTS = {
+    name: f.default for name, f in EngineConfig.model_fields.items() if name not in (*_NO_LOGPROBS, *SIMULATED_ONLY)
+}
 
 _SamplingFlags = flags_of(SamplingParams, _SAMPLING_DEFAULTS, names=_SAMPLING_NAMES)
 _EngineFlags = flags_of(EngineConfig, _ENGINE_DEFAULTS, notes={"debug": "Also show the traceback of an error."})

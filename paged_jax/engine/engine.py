@@ -1,5 +1,6 @@
 """The step loop: schedule, run, update. The same for a real device and for a modelled one."""
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,15 +70,17 @@ class Arrival:
     """One request of a workload."""
 
     time: float
-    """Seconds after the start."""
+    """Seconds after the start or, with `after`, after the end of that request."""
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     priority: int = 0
     user: str = ""
     cache_salt: str = ""
     expected_output_len: int | None = None
     """The true output length, for policies that are told it."""
+    after: str | None = None
+    """The request, with all its samples, that must have ended before: the same user's last one, or turn of a chat."""
 
 
 class Engine:
@@ -459,31 +462,53 @@ def drive(
 ) -> Iterator[tuple[list[Request], StepStats | None]]:
     """Feed a workload to the engine by its arrival times and step until all is done.
 
-    Requests join when the clock, counted from the call's start, reaches their time (equal times in the order given).
-    After each step yields the requests that gained a token in it or left, and its statistics, None if it computed
-    nothing.
+    Requests join when the clock, counted from the call's start, reaches their time (equal times in the order given, and
+    those that follow the end of another request last). After each step yields the requests that gained a token in it or
+    left, and its statistics, None if it computed nothing. Raises ValueError if a request is to follow one that is not
+    in the workload.
     """
     origin = clock.now()
-    pending = sorted(arrivals, key=lambda arrival: arrival.time)
-    position = 0
-    while position < len(pending) or engine.has_unfinished_requests():
+    followers = _followers(arrivals)
+    pending = [(a.time, order, a) for order, a in enumerate(arrivals) if a.after is None]
+    pending.sort(reverse=True)
+    order = len(arrivals)
+    while pending or engine.has_unfinished_requests():
         now = clock.now()
-        while position < len(pending) and origin + pending[position].time <= now:
-            arrival = pending[position]
+        while pending and origin + pending[-1][0] <= now:
+            time, _, arrival = pending.pop()
             engine.add_request(
                 arrival.request_id,
                 arrival.prompt_token_ids,
                 arrival.params,
-                origin + arrival.time,
+                origin + time,
                 priority=arrival.priority,
                 user=arrival.user,
                 cache_salt=arrival.cache_salt,
                 expected_output_len=arrival.expected_output_len,
             )
-            position += 1
         if engine.has_unfinished_requests():
             before = engine.last_step
             advanced = engine.step()
+            for request in advanced if followers else ():
+                if request.request_id not in followers or not all(r.is_finished for r in request.samples):
+                    continue
+                ended = max(r.metrics.finished_time or 0.0 for r in request.samples) - origin
+                for arrival in followers.pop(request.request_id):
+                    insort(pending, (ended + arrival.time, order, arrival), key=lambda entry: (-entry[0], -entry[1]))
+                    order += 1
             yield advanced, engine.last_step if engine.last_step is not before else None
         else:
-            clock.wait_until(origin + pending[position].time)
+            clock.wait_until(origin + pending[-1][0])
+    if followers:
+        raise RuntimeError(f"request {min(followers)!r} was aborted, and others were to follow it: they never came")
+
+
+def _followers(arrivals: Sequence[Arrival]) -> dict[str, list[Arrival]]:
+    """The requests that wait for the end of another one, by its id."""
+    followers: dict[str, list[Arrival]] = {}
+    for arrival in arrivals:
+        if arrival.after is not None:
+            followers.setdefault(arrival.after, []).append(arrival)
+    if unknown := followers.keys() - {arrival.request_id for arrival in arrivals}:
+        raise ValueError(f"a request is to follow {min(unknown)!r}, which is not in the workload: correct its `after`")
+    return followers

@@ -209,16 +209,6 @@ class BatchBuilder:
                 entries[slot, : table.num_dropped] = 0
 
 
-def num_rows(plan: SchedulerOutput) -> int:
-    """Rows that the plan's batch must have: for sequences, for samples and for requests that are admitted.
-
-    Forked requests sample, and are admitted, without being sequences.
-    """
-    num_seqs = len(plan.decodes) + len(plan.idle) + len(plan.chunks)
-    num_samples = len(plan.decodes) + sum(part.samples for part in plan.chunks) + len(plan.forks)
-    return max(num_seqs, num_samples, len(plan.admitted))
-
-
 class Sampler(NamedTuple):
     """A row that samples: for whom, from the logits of which token of the batch, and which token of its request."""
 

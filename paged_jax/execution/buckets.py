@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paged_jax.config import EngineConfig
+from paged_jax.execution.plan import SchedulerOutput
 
 MAX_BANNED_TOKENS = 16
 """Tokens of one request that can be kept from being sampled, as `min_tokens` does with those that end it."""
@@ -36,3 +37,13 @@ def make_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
 def pick_bucket(buckets: tuple[Bucket, ...], num_tokens: int, num_rows: int = 0) -> Bucket:
     """The smallest bucket that holds `num_tokens`, and `num_rows` rows that sample or are admitted."""
     return next(bucket for bucket in buckets if bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_rows)
+
+
+def num_rows(plan: SchedulerOutput) -> int:
+    """Rows that the plan's batch must have: for sequences, for samples and for requests that are admitted.
+
+    Forked requests sample, and are admitted, without being sequences.
+    """
+    num_seqs = len(plan.decodes) + len(plan.idle) + len(plan.chunks)
+    num_samples = len(plan.decodes) + sum(part.samples for part in plan.chunks) + len(plan.forks)
+    return max(num_seqs, num_samples, len(plan.admitted))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from paged_jax.execution.batch import Batch, BatchBuilder, num_rows
-from paged_jax.execution.buckets import Bucket, pick_bucket
+from paged_jax.execution.batch import Batch, BatchBuilder
+from paged_jax.execution.buckets import Bucket, num_rows, pick_bucket
 from paged_jax.execution.page_moves import PageMoves
 from paged_jax.execution.plan import SchedulerOutput, StepResult, TokenLogprobs
 from paged_jax.execution.programs import Programs
@@ -99,6 +99,9 @@ class JaxExecutor:
         self.num_swap_blocks = num_swap_blocks
         self.vocab_size = model.vocab_size
         self.cache_groups = model.cache_groups
+        self.kv_bytes_per_token = kv_dtype.itemsize * sum(
+            2 * group.num_layers * group.num_kv_heads * group.head_dim for group in model.cache_groups
+        )
         self._graph, self._weights = nnx.split(model)
         self._options = AttentionOptions(1 + num_blocks, attention_implementation, attention_interpret, debug)
         self._step = partial(engine_step, self._graph, self._options, max_logprobs)

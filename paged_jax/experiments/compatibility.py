@@ -1,8 +1,9 @@
 """Whether an engine's settings and a workload go together, and have a place in an experiment."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from paged_jax.config import POLICIES, EngineConfig
+from paged_jax.config import POLICIES, EngineConfig, check_real
 from paged_jax.experiments.workloads import Workload, longest_request
 
 _WORKLOAD_OF = {
@@ -11,6 +12,33 @@ _WORKLOAD_OF = {
     ("scheduling_policy", "fair"): "users",
 }
 """Policies and the field of the workload without which all requests are alike to them."""
+
+
+DEVICE_KEYS = ("model", "hardware")
+"""What may be swept besides the engine and the workload, if nothing is loaded or run."""
+
+
+def check_executor(executor: str, hardware: str | None, repeats: int) -> None:
+    """Raise ValueError for a device that is lacking, or has no effect, and for repeats that repeat nothing."""
+    if executor == "simulated" and hardware is None:
+        raise ValueError("executor 'simulated' needs hardware, such as a100-40gb: see paged_jax/catalog/hardware/")
+    if executor != "simulated" and hardware is not None:
+        raise ValueError(
+            f"hardware ({hardware}) has no effect with executor {executor!r}, which runs on this machine: leave it "
+            "out, or set executor: simulated"
+        )
+    if executor == "simulated" and repeats != 1:
+        raise ValueError(f"repeats ({repeats}) of a simulated trial are all the same: leave it out, or set more seeds")
+
+
+def check_engine(executor: Any, engine: EngineConfig) -> None:
+    """Raise ValueError for a setting of the engine that has no effect with the executor."""
+    if executor == "simulated":
+        from paged_jax.simulation.engines import check_simulated  # timed experiments need nothing of it
+
+        check_simulated(engine)
+    else:
+        check_real(engine)
 
 
 def check_together(engine: EngineConfig, workload: Workload) -> None:

@@ -10,7 +10,13 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from pydantic import Field, model_validator
 
 from paged_jax.config import EngineConfig, StrictModel, nearest, parse
-from paged_jax.experiments.compatibility import check_has_effect, check_together
+from paged_jax.experiments.compatibility import (
+    DEVICE_KEYS,
+    check_engine,
+    check_executor,
+    check_has_effect,
+    check_together,
+)
 from paged_jax.experiments.published_spec import Published, published_from_dict
 from paged_jax.experiments.report_spec import Name, Report
 from paged_jax.experiments.sweep import axes_of, fill_in, label_of, points_of, repeats, same, swept_keys
@@ -25,8 +31,10 @@ class ExperimentConfig(StrictModel):
     name: Name
     model: str
     """A catalogue name, a directory or a file."""
-    executor: Literal["jax"] = "jax"
-    """Real steps on this machine."""
+    executor: Literal["jax", "simulated"] = "jax"
+    """Real steps on this machine, or the time that `hardware` would need, on a virtual clock."""
+    hardware: str | None = None
+    """What is simulated: a name of the hardware catalogue, or a file that `paged-jax calibrate` has written."""
     engine: EngineConfig = EngineConfig()
     workload: Workload
     sweep: dict[str, Any] = Field(default_factory=dict)
@@ -34,13 +42,21 @@ class ExperimentConfig(StrictModel):
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0, 1, 2)
     """Each is another workload: variation between inputs."""
     repeats: Annotated[int, Field(ge=1)] = 2
-    """The same workload again: noise of the clock."""
+    """The same workload again: noise of the clock. A simulated one has none: 1."""
     report: Report
     published: Published | None = None
     """Numbers of a paper, or a claim, to compare the results with."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_repeat(cls, values: Any) -> Any:
+        """A simulated experiment that does not say how often runs once."""
+        simulated = isinstance(values, Mapping) and values.get("executor") == "simulated"
+        return {"repeats": 1, **values} if simulated else values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_executor(self.executor, self.hardware, self.repeats)
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds {list(self.seeds)} repeat a seed: use repeats to run a workload again")
         swept = swept_keys(self.sweep)
@@ -92,6 +108,8 @@ class Setting:
 
     values: dict[str, Any]
     """Swept key to value, in the order of the file."""
+    model: str
+    hardware: str | None
     engine: EngineConfig
     workload: Workload
 
@@ -99,6 +117,12 @@ class Setting:
     def label(self) -> str:
         """Such as `block_size=16`; "all" when nothing is swept."""
         return label_of(self.values)
+
+    @property
+    def hardware_fingerprint(self) -> str | None:
+        """The hardware's name and, of a file, which may change, its content."""
+        path = Path(self.hardware or "")
+        return path.read_text(encoding="utf-8") if path.suffix == ".yaml" and path.is_file() else self.hardware
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -137,7 +161,7 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     sweep = {} if raw.get("sweep") is None else raw["sweep"]
     known = _known_paths(_workload_model(raw))
     for key in swept_keys(sweep):
-        _check_swept_key(key, known)
+        _check_swept_key(key, known, raw.get("executor"))
         if _get(raw, key) is not _ABSENT:
             raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
     for key in raw:
@@ -156,7 +180,8 @@ def settings(config: ExperimentConfig) -> tuple[Setting, ...]:
     for point in points_of(config.sweep):
         values = fill_in(base, point)
         engine = _section(EngineConfig, values["engine"], "engine")
-        expanded.append(Setting(point, engine, _section(_workload_model(values), values["workload"], "workload")))
+        workload = _section(_workload_model(values), values["workload"], "workload")
+        expanded.append(Setting(point, values["model"], values.get("hardware"), engine, workload))
     return tuple(expanded)
 
 
@@ -176,13 +201,16 @@ def as_plain(config: ExperimentConfig) -> dict[str, Any]:
 _ABSENT = object()
 
 
-def _check_swept_key(key: str, known: Sequence[str]) -> None:
+def _check_swept_key(key: str, known: Sequence[str], executor: Any) -> None:
     if inside := [path for path in known if path.startswith(f"{key}.")]:
         raise ValueError(f"sweep.{key}: sweep the keys inside of it, such as {inside[0]}, not all of it at once")
     if key in known and key.startswith(("engine.", "workload.")) and key != "workload.kind":
         return
+    if key in DEVICE_KEYS and executor == "simulated":
+        return
     if key in known:
-        raise ValueError(f"sweep.{key}: only keys of engine and workload (not workload.kind) can be swept")
+        also = ", and model and hardware of simulated experiments," if key in DEVICE_KEYS else ""
+        raise ValueError(f"sweep.{key}: only keys of engine and workload (not workload.kind){also} can be swept")
     sweepable = [k for k in known if k.startswith(("engine.", "workload."))]
     raise ValueError(f"sweep names an unknown key {key!r}{_suggestion(key, sweepable)}")
 
@@ -250,6 +278,7 @@ def _checked_points(raw: Mapping[str, Any], sweep: Any, known: Sequence[str]) ->
         try:
             sections = _sections(fill_in(raw, point), known)
             check_together(sections["engine"], sections["workload"])
+            check_engine(raw.get("executor"), sections["engine"])
             checked.append(sections)
         except ValueError as error:
             problems.setdefault(str(error), label_of(point))

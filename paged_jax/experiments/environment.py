@@ -17,16 +17,23 @@ COMPARABLE = ("git_commit", "git_diff", "versions", "platform", "device", "cpu")
 
 
 def describe() -> dict[str, Any]:
-    """Start time, commit, versions, platform, device and CPU, as plain values for JSON."""
+    """What `describe_host` tells, and the device, as plain values for JSON."""
     import jax  # starts the backend, so only when an experiment really runs
 
     devices = jax.devices()
+    return {
+        **describe_host(),
+        "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
+    }
+
+
+def describe_host() -> dict[str, Any]:
+    """Start time, commit, versions, platform and CPU, as plain values for JSON."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **git_state(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "platform": platform.platform(),
-        "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
         "cpu": {"model": cpu_model(), "count": os.cpu_count()},
     }
 

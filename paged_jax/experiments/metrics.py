@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paged_jax.engine.request import Request
-from paged_jax.engine.stats import StepStats
+from paged_jax.experiments.measurements import Served, StepTable
 
 BLOCK_TABLE_ENTRY_BYTES = 4
 
@@ -123,6 +122,11 @@ METRICS: dict[str, Metric] = {
         "prefix-hit tokens", "tokens", "prompt tokens taken from the prefix cache at first admission, once per prompt"
     ),
     "prefix_hit_rate": Metric("prefix-hit rate", "ratio", "prefix_hit_tokens / prompt_tokens"),
+    "sharing_saving": Metric(
+        "saved by sharing",
+        "ratio",
+        "1 - blocks in use / entries of block tables, over time: what requests would need besides if nothing was shared",
+    ),
     "evicted_blocks": Metric("evicted blocks", "blocks", "cached blocks given up for others, of all cache groups"),
     "copied_blocks": Metric(
         "copied blocks", "blocks", "blocks copied so that samples of a prompt can write their own, of all cache groups"
@@ -145,7 +149,16 @@ METRICS: dict[str, Metric] = {
     ),
     "padded_tokens": Metric("padded tokens", "tokens", "padding computed besides"),
     "padding_fraction": Metric("padding", "ratio", "padded_tokens / (computed_tokens + padded_tokens)"),
-    "compilations": Metric("compilations", "", "programs compiled during the trial; 0 after a full warm-up"),
+    "num_blocks": Metric("capacity", "blocks", "usable KV blocks of each cache group"),
+    "kv_bytes_per_token": Metric(
+        "KV size of a token", "bytes", "keys and values of one token in all layers, on all devices; no padding of pages"
+    ),
+    "kv_block_bytes": Metric("KV block size", "bytes", "block_size * kv_bytes_per_token"),
+    "compilations": Metric(
+        "compilations",
+        "",
+        "programs compiled during the trial; 0 after a full warm-up; of a simulated device, the buckets that were used",
+    ),
     "warmup_compilations": Metric("warm-up compilations", "", "programs compiled before the setting's trials"),
     "compile_s": Metric("compile time", "s", "time spent compiling before the setting's trials"),
 }
@@ -154,25 +167,26 @@ sum(d), with d = end_time - start_time; time without a step, when no request is 
 
 
 def trial_metrics(
-    requests: Sequence[Request],
-    steps: Sequence[StepStats],
+    requests: Sequence[Served],
+    steps: StepTable,
     start_time: float,
     *,
+    num_blocks: int,
+    block_size: int,
+    kv_bytes_per_token: float,
     compilations: int,
-    warmup_compilations: int,
-    compile_s: float,
+    warmup_compilations: int = 0,
+    compile_s: float = 0.0,
 ) -> dict[str, float]:
     """All of `METRICS` for one trial that began at `start_time` seconds on the engine's clock."""
-    if not requests or not steps:
+    if not requests or not len(steps):
         raise ValueError("a trial without finished requests or steps has no metrics")
-    wall = steps[-1].end_time - start_time
+    wall = float(steps["end_time"][-1]) - start_time
     prompts = _by_prompt(requests)
     prompt = sum(samples[0].num_prompt_tokens for samples in prompts)
     output = sum(r.num_output_tokens for r in requests)
     hits = sum(samples[0].metrics.num_cached_tokens for samples in prompts)
-    truncated = sum(
-        any(r.num_output_tokens < (r.sampling_params.max_tokens or 0) for r in samples) for samples in prompts
-    )
+    truncated = sum(any(r.num_output_tokens < r.max_tokens for r in samples) for samples in prompts)
     return {
         "wall_s": wall,
         "requests_per_s": len(prompts) / wall,
@@ -190,18 +204,22 @@ def trial_metrics(
         "preemptions": sum(r.metrics.num_preemptions for r in requests),
         "max_wait_s": max(r.metrics.max_wait for r in requests),
         **step_counts(steps),
+        "num_blocks": num_blocks,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "kv_block_bytes": kv_bytes_per_token * block_size,
         "compilations": compilations,
         "warmup_compilations": warmup_compilations,
         "compile_s": compile_s,
     }
 
 
-def latencies(requests: Iterable[Request]) -> dict[str, float]:
+def latencies(requests: Iterable[Served]) -> dict[str, float]:
     """Mean and percentiles of the five latencies, in seconds.
 
     Percentiles interpolate linearly between the two nearest ranks.
     """
     values: dict[str, list[float]] = {name: [] for name in _LATENCIES}
+    between: list[np.ndarray] = []
     for samples in _by_prompt(requests):
         arrival = samples[0].metrics.arrival_time
         begun = [t for r in samples if (t := r.metrics.first_scheduled_time) is not None]
@@ -213,71 +231,70 @@ def latencies(requests: Iterable[Request]) -> dict[str, float]:
             continue
         e2e = max(r.metrics.finished_time or 0.0 for r in served) - arrival
         values["ttft_s"].append(min(r.metrics.token_times[0] for r in served) - arrival)
-        for request in served:
-            values["inter_token_latency_s"].extend(np.diff(request.metrics.token_times).tolist())
+        between += [np.diff(request.metrics.token_times) for request in served]
         values["e2e_latency_s"].append(e2e)
         values["normalized_latency_s_per_token"].append(e2e / max(r.num_output_tokens for r in served))
+    measured = {name: np.array(own) for name, own in values.items()}
+    measured["inter_token_latency_s"] = np.concatenate(between) if between else np.array([])
     summaries: dict[str, float] = {}
-    for name, measured in values.items():
-        row = [np.mean(measured), *np.percentile(measured, [50, 95, 99])] if measured else [math.nan] * 4
+    for name, own in measured.items():
+        row = [np.mean(own), *np.percentile(own, [50, 95, 99])] if len(own) else [math.nan] * 4
         summaries |= {f"{name}_{s}": float(v) for s, v in zip(_SUMMARIES, row, strict=True)}
     return summaries
 
 
-def kv_usage(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Shares of the KV pool over time, and its peaks.
+def kv_usage(steps: StepTable) -> dict[str, float]:
+    """Shares of the KV pool over time, its peaks, and what sharing saves.
 
     With d the duration of a step and n, r, f, x, c, e its slots of token states, reserved, internal and external
     fragmentation, cached and free, each share is sum(d * part) / sum(d * (n + r + f + x + c + e)), and
-    internal_fragmentation is sum(d * f) / sum(d * (n + r + f)).
+    internal_fragmentation is sum(d * f) / sum(d * (n + r + f)). With b its blocks in use and t the entries of all
+    block tables, sharing_saving is 1 - sum(d * b) / sum(d * t).
     """
-    parts = np.array([[getattr(s.kv, name.removeprefix("kv_")) for name in KV_SHARES] for s in steps], dtype=float)
-    held = _durations(steps) @ parts
+    duration = steps.durations
+    held = np.array([duration @ steps[name.removeprefix("kv_")] for name in KV_SHARES])
     in_use = float(held[:3].sum())  # token states, reserved, internal fragmentation
     shares = (held / held.sum()).tolist()
+    entries = float(duration @ steps["block_table_entries"])
     return {
         **dict(zip(KV_SHARES, shares, strict=True)),
         "internal_fragmentation": float(held[2]) / in_use if in_use else math.nan,
-        "peak_blocks": max(s.blocks_in_use for s in steps),
-        "peak_kv_tokens": max(s.kv.token_states for s in steps),
-        "block_table_bytes_peak": BLOCK_TABLE_ENTRY_BYTES * max(s.block_table_entries for s in steps),
+        "sharing_saving": 1 - float(duration @ steps["blocks_in_use"]) / entries if entries else math.nan,
+        "peak_blocks": int(steps["blocks_in_use"].max()),
+        "peak_kv_tokens": int(steps["token_states"].max()),
+        "block_table_bytes_peak": BLOCK_TABLE_ENTRY_BYTES * int(steps["block_table_entries"].max()),
     }
 
 
-def step_counts(steps: Sequence[StepStats]) -> dict[str, float]:
+def step_counts(steps: StepTable) -> dict[str, float]:
     """What steps did, and requests that ran and waited over time."""
-    duration = _durations(steps)
-    computed = sum(s.num_tokens for s in steps)
-    padded = sum(s.num_padded_tokens for s in steps)
+    duration = steps.durations
+    computed, padded = steps.total("num_tokens"), steps.total("num_padded_tokens")
     return {
-        "preempted_step_rate": sum(s.num_preempted > 0 for s in steps) / len(steps),
-        "swapped_out_blocks": sum(s.num_swapped_out for s in steps),
-        "swapped_in_blocks": sum(s.num_swapped_in for s in steps),
-        "copied_blocks": sum(s.num_copied for s in steps),
-        "evicted_blocks": sum(s.num_evicted for s in steps),
-        "mean_running_requests": float(duration @ [s.num_running for s in steps] / duration.sum()),
-        "mean_waiting_requests": float(duration @ [s.num_waiting for s in steps] / duration.sum()),
+        "preempted_step_rate": int((steps["num_preempted"] > 0).sum()) / len(steps),
+        "swapped_out_blocks": steps.total("num_swapped_out"),
+        "swapped_in_blocks": steps.total("num_swapped_in"),
+        "copied_blocks": steps.total("num_copied"),
+        "evicted_blocks": steps.total("num_evicted"),
+        "mean_running_requests": float(duration @ steps["num_running"] / duration.sum()),
+        "mean_waiting_requests": float(duration @ steps["num_waiting"] / duration.sum()),
         "steps": len(steps),
         "computed_tokens": computed,
-        "decode_token_share": sum(s.num_decode_tokens for s in steps) / computed,
+        "decode_token_share": steps.total("num_decode_tokens") / computed,
         "padded_tokens": padded,
         "padding_fraction": padded / (computed + padded),
     }
 
 
-def tokens_sha256(requests: Iterable[Request]) -> str:
+def tokens_sha256(requests: Iterable[Served]) -> str:
     """A fingerprint of every sample's output tokens, independent of the order in which samples finished."""
-    outputs = sorted((r.request_id, r.sample_index, r.output_token_ids) for r in requests)
+    outputs = sorted((r.request_id, r.sample_index, r.output_sha256) for r in requests)
     return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()
 
 
-def _by_prompt(requests: Iterable[Request]) -> list[list[Request]]:
+def _by_prompt(requests: Iterable[Served]) -> list[list[Served]]:
     """The samples of each prompt."""
-    prompts: dict[str, list[Request]] = {}
+    prompts: dict[str, list[Served]] = {}
     for request in requests:
         prompts.setdefault(request.request_id, []).append(request)
     return list(prompts.values())
-
-
-def _durations(steps: Sequence[StepStats]) -> np.ndarray:
-    return np.array([s.end_time - s.start_time for s in steps])

@@ -9,6 +9,7 @@ WITHOUT_EFFECT = (
     "attention_implementation",
     "attention_interpret",
     "dtype",
+    "enforce_eager",
     "kv_cache_dtype",
     "kv_cache_memory",
     "layer_loop",
@@ -16,6 +17,7 @@ WITHOUT_EFFECT = (
     "memory_utilization",
     "seed",
     "swap_space",
+    "tensor_parallel_size",
     "token_buckets",
     "trace_file",
 )

@@ -146,7 +146,7 @@ def _tokens_notes(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     for point in settings(config):
         for seed in config.seeds:
             for repeat in range(config.repeats):
-                tokens = by_key[Trial(point, seed, repeat, config.model, config.executor).key]
+                tokens = by_key[Trial(point, seed, repeat, config.executor).key]
                 groups[(point.workload, seed)][tokens].append(point)
     different = {seed for (_, seed), hashes in groups.items() if len(hashes) > 1}
     if not different:

@@ -46,7 +46,7 @@ def summarise(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) ->
         {
             metric: [
                 [
-                    _number(by_key[Trial(point, seed, r, config.model, config.executor).key][metric])
+                    _number(by_key[Trial(point, seed, r, config.executor).key][metric])
                     for r in range(config.repeats)
                 ]
                 for seed in config.seeds

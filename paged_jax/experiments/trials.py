@@ -5,7 +5,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,8 @@ from ruamel.yaml.comments import CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from paged_jax.experiments.config import ExperimentConfig, Setting, as_plain, settings
+from paged_jax.experiments.measurements import Served
+from paged_jax.experiments.metrics import tokens_sha256
 
 _ORDER_SEED = 20230917
 """Of the order of trials; fixed, so that a resumed run goes on in the order that was begun."""
@@ -29,17 +31,18 @@ class Trial:
     setting: Setting
     seed: int
     repeat: int
-    model: str
     executor: str
 
     @cached_property
     def key(self) -> str:
         """Fingerprint of everything that the trial's numbers depend on, but for the machine and the code."""
+        setting = self.setting
         parts = [
-            self.model,
+            setting.model,
             self.executor,
-            self.setting.engine.model_dump(),
-            self.setting.workload.model_dump(),
+            setting.hardware_fingerprint,
+            setting.engine.model_dump(),
+            setting.workload.model_dump(),
         ]
         text = json.dumps(parts, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-seed{self.seed}-repeat{self.repeat}"
@@ -55,10 +58,22 @@ def plan(config: ExperimentConfig) -> list[Trial]:
     points = settings(config)
     blocks = [(seed, repeat) for repeat in range(config.repeats) for seed in config.seeds]
     return [
-        Trial(points[i], seed, repeat, config.model, config.executor)
+        Trial(points[i], seed, repeat, config.executor)
         for seed, repeat in (blocks[b] for b in rng.permutation(len(blocks)))
         for i in rng.permutation(len(points))
     ]
+
+
+def trial_record(trial: Trial, requests: Sequence[Served], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """What `trials.jsonl` says of a trial, but for the run that it belongs to."""
+    return {
+        "key": trial.key,
+        "setting": trial.setting.values,
+        "seed": trial.seed,
+        "repeat": trial.repeat,
+        "tokens_sha256": tokens_sha256(requests),
+        "metrics": dict(metrics),
+    }
 
 
 class TrialLog:

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned_requests import chunk, plan, request
 
-from paged_jax.execution.batch import FROM_SLOT, NO_TOKEN, BatchBuilder, num_rows
-from paged_jax.execution.buckets import MAX_BANNED_TOKENS, Bucket
+from paged_jax.execution.batch import FROM_SLOT, NO_TOKEN, BatchBuilder
+from paged_jax.execution.buckets import MAX_BANNED_TOKENS, Bucket, num_rows
 from paged_jax.execution.plan import Fork, PlannedRequest
 from paged_jax.sampling.params import SamplingParams
 

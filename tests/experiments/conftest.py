@@ -18,6 +18,8 @@ class FakeExecutor:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self.can_move = False
+        self.num_blocks = FakeEngine.num_blocks
+        self.kv_bytes_per_token = 1.0
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, *, moves: bool = True) -> None:
         self.can_move = moves

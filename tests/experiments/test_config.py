@@ -236,7 +236,7 @@ BAD_VALUES = [
     ({"engine.max_model_len": 16}, "requests of 24 tokens, more than engine.max_model_len (16)"),
     ({"engine.kv_cache_memory": 1000}, "engine: num_blocks and kv_cache_memory both set the size"),
     ({"engine": 3}, "engine must hold keys and values, got 3"),
-    ({"executor": "simulated"}, "executor: input should be 'jax', got 'simulated'"),
+    ({"executor": "simulator"}, "executor: input should be 'jax' or 'simulated', got 'simulator'"),
     ({"name": "a/b"}, "name: string should match pattern"),
     ({"seeds": []}, "seeds: tuple should have at least 1 item"),
     ({"seeds": [1, 1]}, "seeds [1, 1] repeat a seed"),

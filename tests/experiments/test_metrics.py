@@ -13,6 +13,7 @@ import pytest
 
 from paged_jax.engine.request import Request, RequestMetrics, RequestStatus
 from paged_jax.engine.stats import StepStats
+from paged_jax.experiments.measurements import Served, StepTable
 from paged_jax.experiments.metrics import (
     KV_SHARES,
     METRICS,
@@ -25,6 +26,8 @@ from paged_jax.experiments.metrics import (
 )
 from paged_jax.kv_cache.usage import KVUsage
 from paged_jax.sampling.params import SamplingParams
+
+CAPACITY = {"num_blocks": 4, "block_size": 4, "kv_bytes_per_token": 10.0}
 
 
 def request(name, prompt_len, outputs, metrics, max_tokens=None, sample_index=0):
@@ -41,7 +44,7 @@ def request(name, prompt_len, outputs, metrics, max_tokens=None, sample_index=0)
     )
     r.token_ids += outputs
     r.status = RequestStatus.FINISHED
-    return r
+    return Served.of(r)
 
 
 @pytest.fixture
@@ -59,29 +62,35 @@ def step(start, end, tokens, padded, decodes, running, waiting, preempted, block
     return StepStats(start, end, tokens, padded, decodes, running, waiting, preempted, *moves, blocks, blocks, usage)
 
 
-STEPS = [
-    step(0, 1, 4, 0, 0, 1, 0, 0, 1, (4, 0, 0, 12)),
-    step(1, 2, 7, 1, 1, 2, 0, 0, 4, (11, 5, 0, 0)),
-    step(2, 3, 1, 3, 1, 1, 1, 1, 2, (6, 2, 4, 4)),
-    step(4, 6, 7, 1, 0, 1, 0, 0, 2, (7, 1, 4, 4)),
-]
+STEPS = StepTable(
+    [
+        step(0, 1, 4, 0, 0, 1, 0, 0, 1, (4, 0, 0, 12)),
+        step(1, 2, 7, 1, 1, 2, 0, 0, 4, (11, 5, 0, 0)),
+        step(2, 3, 1, 3, 1, 1, 1, 1, 2, (6, 2, 4, 4)),
+        step(4, 6, 7, 1, 0, 1, 0, 0, 2, (7, 1, 4, 4)),
+    ]
+)
 
-MOVING_STEPS = [
-    step(0, 1, 8, 0, 4, 2, 3, 0, 0, (1, 0, 0, 0), (0, 0, 3, 0)),
-    step(1, 3, 2, 0, 2, 2, 0, 2, 0, (1, 0, 0, 0), (5, 0, 0, 1)),
-    step(3, 4, 5, 0, 0, 1, 1, 1, 0, (1, 0, 0, 0), (2, 4, 1, 1)),
-    step(5, 6, 5, 0, 1, 1, 2, 0, 0, (1, 0, 0, 0), (0, 2, 0, 6)),
-]
+MOVING_STEPS = StepTable(
+    [
+        step(0, 1, 8, 0, 4, 2, 3, 0, 0, (1, 0, 0, 0), (0, 0, 3, 0)),
+        step(1, 3, 2, 0, 2, 2, 0, 2, 0, (1, 0, 0, 0), (5, 0, 0, 1)),
+        step(3, 4, 5, 0, 0, 1, 1, 1, 0, (1, 0, 0, 0), (2, 4, 1, 1)),
+        step(5, 6, 5, 0, 1, 1, 2, 0, 0, (1, 0, 0, 0), (0, 2, 0, 6)),
+    ]
+)
 
-RESERVING_STEPS = [
-    # of 32 slots 20 are in use, of which 6 will be filled and 4 never; of the other 12 none is of use
-    step(0, 1, 1, 0, 0, 1, 1, 0, 5, (10, 4, 0, 0, 6, 12)),
-    step(1, 4, 1, 0, 0, 1, 0, 0, 5, (16, 2, 1, 9, 4, 0)),
-]
+RESERVING_STEPS = StepTable(
+    [
+        # of 32 slots 20 are in use, of which 6 will be filled and 4 never; of the other 12 none is of use
+        step(0, 1, 1, 0, 0, 1, 1, 0, 5, (10, 4, 0, 0, 6, 12)),
+        step(1, 4, 1, 0, 0, 1, 0, 0, 5, (16, 2, 1, 9, 4, 0)),
+    ]
+)
 
 
 def test_metrics_of_the_schedule(requests):
-    m = trial_metrics(requests, STEPS, 0.0, compilations=0, warmup_compilations=3, compile_s=1.5)
+    m = trial_metrics(requests, STEPS, 0.0, **CAPACITY, compilations=0, warmup_compilations=3, compile_s=1.5)
     assert set(m) == set(METRICS)
     expected = {
         "wall_s": 6,
@@ -180,7 +189,7 @@ def samples():
 
 
 def test_a_prompt_with_its_samples_is_one_request(samples):
-    m = trial_metrics(samples, STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
+    m = trial_metrics(samples, STEPS, 0.0, **CAPACITY, compilations=0)
     expected = {
         "requests_per_s": 2 / 6,
         "finished_requests": 1,
@@ -206,7 +215,7 @@ def test_a_prompt_with_its_samples_is_one_request(samples):
 
 def test_a_request_cut_short_is_counted_and_one_without_tokens_has_no_latency(requests):
     cut = request("C", 3, [], RequestMetrics(0.0, None, 2.0), max_tokens=5)
-    m = trial_metrics([*requests, cut], STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
+    m = trial_metrics([*requests, cut], STEPS, 0.0, **CAPACITY, compilations=0)
     assert (m["finished_requests"], m["truncated_requests"]) == (2, 1)
     assert m["requests_per_s"] == pytest.approx((m["finished_requests"] + m["truncated_requests"]) / m["wall_s"])
     assert METRICS["requests_per_s"].definition == "(finished_requests + truncated_requests) / wall_s"
@@ -217,23 +226,26 @@ def test_no_gap_between_tokens_is_not_zero():
     only = request("A", 4, [1], RequestMetrics(0.0, 0.0, 1.0, [1.0]))
     assert math.isnan(latencies([only])["inter_token_latency_s_p50"])
     with pytest.raises(ValueError, match="without finished requests"):
-        trial_metrics([], STEPS, 0.0, compilations=0, warmup_compilations=0, compile_s=0.0)
+        trial_metrics([], STEPS, 0.0, **CAPACITY, compilations=0)
 
 
 def test_the_fingerprint_depends_on_tokens_and_not_on_the_order_of_finishing(requests):
     a, b = requests
     assert tokens_sha256([a, b]) == tokens_sha256([b, a])
     before = tokens_sha256([a, b])
-    b.token_ids[-1] += 1
-    assert tokens_sha256([a, b]) != before
+    changed = request("B", 6, [21, 23], b.metrics)
+    assert tokens_sha256([a, changed]) != before
 
 
 def test_the_fingerprint_tells_samples_apart(samples):
     before = tokens_sha256(samples)
     assert tokens_sha256(samples[::-1]) == before
     first, second = samples[1], samples[2]
-    first.token_ids, second.token_ids = second.token_ids, first.token_ids
-    assert tokens_sha256(samples) != before
+    swapped = [
+        first._replace(output_sha256=second.output_sha256),
+        second._replace(output_sha256=first.output_sha256),
+    ]
+    assert tokens_sha256([samples[0], *swapped, *samples[3:]]) != before
 
 
 def test_units_for_people():

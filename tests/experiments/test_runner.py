@@ -7,8 +7,9 @@ from paged_jax.config import EngineConfig
 from paged_jax.engine.engine import Arrival
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.lock import locked
+from paged_jax.experiments.measurements import run_workload
 from paged_jax.experiments.progress import RunProgress
-from paged_jax.experiments.runner import run_experiment, run_workload
+from paged_jax.experiments.runner import run_experiment
 from paged_jax.experiments.trials import plan, replace_file
 from paged_jax.sampling.params import SamplingParams
 
@@ -169,7 +170,7 @@ def test_fresh_keeps_earlier_results_when_the_model_does_not_exist_or_memory_is_
     before = files_of(tmp_path / "out")
     with pytest.raises(ValueError, match="no model 'tiny-lama'"):
         run(make_engine=None, fresh=True, model="tiny-lama")
-    monkeypatch.setattr("paged_jax.experiments.runner.available_memory", lambda: 1)
+    monkeypatch.setattr("paged_jax.experiments.timed_trials.available_memory", lambda: 1)
     engine = {"num_blocks": 64, "load_format": "dummy"}
     with pytest.raises(ValueError, match=r"the KV pages of 3 settings need 0\.\d GiB together.*engine.num_blocks"):
         run(make_engine=None, fresh=True, engine=engine)
@@ -317,7 +318,7 @@ def test_steps_that_compute_nothing_are_not_counted(make_fake_engine):
     engine.step = every_other_one
     _, steps, _ = run_workload(engine, [Arrival(0.0, "a", (1, 2), SamplingParams(max_tokens=5))])
     assert len(calls) == 9
-    assert len(steps) == len({stats.start_time for stats in steps}) == 5
+    assert len(steps) == len(set(steps["start_time"])) == 5
 
 
 def test_the_estimate_weighs_warm_ups_and_trials(monkeypatch):
