@@ -20,6 +20,7 @@ from paged_jax.commands import PROGRAM, STATUS_ERROR, Command, UsageError, sente
 from paged_jax.commands.bench_scheduler import BenchScheduler
 from paged_jax.commands.generate import Generate
 from paged_jax.commands.models import Fetch, Models
+from paged_jax.commands.plot import Plot
 from paged_jax.commands.run import Run
 from paged_jax.commands.traces import Diff, Replay
 from paged_jax.flags import known_flags
@@ -31,6 +32,7 @@ BENCH_KERNELS = "bench-kernels"
 COMMANDS: dict[str, type[Command]] = {
     "generate": Generate,
     "run": Run,
+    "plot": Plot,
     "replay": Replay,
     "diff": Diff,
     "models": Models,

@@ -38,6 +38,8 @@ COLOURS = (
 )  # Okabe and Ito: colour-blind safe
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
+MAX_LINES = 2 * len(MARKERS)
+"""So many lines of a panel differ: colours, markers and dashes alike repeat, then with the other filling."""
 _PARTS = {
     "kv_token_states": ("0.55", ""),
     "kv_reserved": ("#F0E442", "\\\\\\\\"),

@@ -63,13 +63,13 @@ def _draw_rows(rows: Sequence[ComparedRow], label: str, unit: str, ax: Axes) -> 
     positive = [v for v in numbers if v > 0]
     if len(positive) == len(numbers) and max(positive) / min(positive) >= _LOG_FROM:
         ax.set_xscale("log")
-    else:
         ax.margins(x=0.12)
-        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]) if min(numbers) < 0 else 0.0)
+    elif len(positive) == len(numbers):
+        ax.set_xlim(0, 1.15 * max(numbers) * factor)
     ax.set_yticks(range(len(rows)), [row.row.name for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(False, axis="y")
-    ax.set_xlabel(f"{label} ({shown_unit})" if shown_unit and shown_unit not in label else label)
+    ax.set_xlabel(label if shown_unit in ("", "x") or shown_unit in label else f"{label} ({shown_unit})")
 
 
 def _arrow(value: float, y: float, upwards: bool, ax: Axes) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.experiments.config import ExperimentConfig, Setting, settings
-from paged_jax.experiments.environment import COMPARABLE, read_runs
+from paged_jax.experiments.environment import CODE, COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.published import compare
+from paged_jax.experiments.published_plot import write_published_figure
 from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
 from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.tables import Table, deviation, with_interval
+from paged_jax.experiments.request_traces.workload import workload_notes
 from paged_jax.experiments.trials import Trial
 
 
@@ -55,6 +57,8 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     latex += [as_latex(comparison)] if comparison else []
     (directory / "summary.tex").write_text("\n".join(latex), encoding="utf-8")
     write_figures(config, summaries, directory / "figures")  # last: the numbers are safe if drawing fails
+    if comparison is not None:
+        write_published_figure(comparison, config.x, directory / "figures")
     text = "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])
     return f"{text}\n\n{as_terminal(comparison)}" if comparison else text
 
@@ -70,8 +74,9 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
         compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
         title = f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
         tables += [_table(config, title, compared, _difference_cell)] if compared else []
-    title = f"{config.name}: noise (sd between repeats) / variation (sd between seeds)"
-    tables.append(_table(config, title, summaries, _deviations_cell))
+    if config.executor != "simulated":  # which has no noise, and whose variation the intervals show
+        title = f"{config.name}: noise (sd between repeats) / variation (sd between seeds)"
+        tables.append(_table(config, title, summaries, _deviations_cell))
     return tables
 
 
@@ -79,9 +84,13 @@ def make_notes(
     config: ExperimentConfig, records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """What a reader must know besides the numbers, one sentence each; `runs` are those that made the records."""
+    simulated = config.executor == "simulated"
+    made_by = (
+        [_simulation_note(config)] if simulated else [*_tokens_notes(config, records), _compilation_note(records, runs)]
+    )
     return [
-        *_tokens_notes(config, records),
-        _compilation_note(records, runs),
+        *made_by,
+        *_workload_notes(config),
         *_truncation_notes(records),
         *_mixed_runs_notes(runs),
     ]
@@ -125,10 +134,16 @@ def _deviations_cell(m: MetricSummary, factor: float) -> str:
 
 def _design(config: ExperimentConfig, runs: Sequence[Mapping[str, Any]]) -> str:
     points = len(settings(config))
-    text = (
-        f"`{config.model}`: {points} setting{'s' * (points > 1)} x {len(config.seeds)} seeds (workloads) x "
-        f"{config.repeats} repeats, interleaved in random order."
+    times = (
+        "simulated." if config.executor == "simulated" else f"{config.repeats} repeats, interleaved in random order."
     )
+    text = (
+        f"`{config.model}`: {points} setting{'s' * (points > 1)} x {len(config.seeds)} seeds (workloads)"
+        f"{', ' if config.executor == 'simulated' else ' x '}{times}"
+    )
+    if config.executor == "simulated":
+        last = runs[-1] if runs else {}
+        return f"{text} Commit {last.get('git_commit') or 'unknown'}{' with uncommitted changes' * bool(last.get('git_changes'))}."
     if not runs:
         return text
     last = runs[-1]
@@ -165,6 +180,20 @@ def _tokens_notes(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     ]
 
 
+def _simulation_note(config: ExperimentConfig) -> str:
+    devices = sorted({str(point.hardware) for point in settings(config)})
+    return (
+        f"Simulated: the real scheduler and KV cache manager in virtual time; a step takes what the cost model of "
+        f"{' or '.join(devices)} says, and tokens are made up."
+    )
+
+
+def _workload_notes(config: ExperimentConfig) -> list[str]:
+    """What had to be made of the recorded requests, or stood in for them."""
+    workloads = dict.fromkeys(point.workload for point in settings(config))
+    return list(dict.fromkeys(n for work in workloads for seed in config.seeds for n in workload_notes(work, seed)))
+
+
 def _compilation_note(records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
     warm_ups = [w for run in runs for w in run["warm_up"]]
     programs = sum(w["compilations"] for w in warm_ups)
@@ -187,7 +216,8 @@ def _truncation_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _mixed_runs_notes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    differing = [key for key in COMPARABLE if len({json.dumps(run.get(key), sort_keys=True) for run in runs}) > 1]
+    keys = CODE if all(run.get("device", {}).get("platform") == "simulated" for run in runs) else COMPARABLE
+    differing = [key for key in keys if len({json.dumps(run.get(key), sort_keys=True) for run in runs}) > 1]
     if not differing:
         return []
     return [

@@ -169,8 +169,8 @@ def _difference(path: Path, config: ExperimentConfig) -> str:
         stored = None
     if not isinstance(stored, Mapping):
         return f"its {path.name} is empty or damaged, so they cannot be compared"
-    there = _flat(stored)
-    here = _flat(plain_config(config))
+    there = flat(stored)
+    here = flat(plain_config(config))
     keys = [
         key
         for key in sorted(there.keys() | here.keys())
@@ -180,8 +180,9 @@ def _difference(path: Path, config: ExperimentConfig) -> str:
     return "; ".join(words + [f"and {len(keys) - 3} more"] * (len(keys) > 3))
 
 
-def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested values by their dotted paths."""
+    paths: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {where + key: value}
-    return flat
+        paths |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {where + key: value}
+    return paths
