@@ -22,7 +22,9 @@ def elements_per_token(shape: ModelShape, tp: int) -> int:
         rotation = 2 * (heads + keys) + 2 * keys  # queries and keys turned, then keys and values written
     else:
         rotation = 2 * heads + 2 * (shape.kv_lora_rank + shape.qk_rope_head_dim)
-    norms = 2 * 4 * shape.hidden_size  # each reads the stream and what is added to it, and writes the sum and its norm
+    norms = (
+        2 * 5 * shape.hidden_size
+    )  # each reads the stream and what is added, writes the sum, reads it, writes its norm
     moe_layers, moe_inner = 0, 0
     if shape.moe_intermediate_size is not None:
         moe_layers = shape.num_layers - shape.num_dense_layers
