@@ -12,7 +12,10 @@ from typing import Any
 
 _PACKAGES = ("paged-jax", "jax", "jaxlib", "flax", "numpy")
 
-COMPARABLE = ("git_commit", "git_diff", "versions", "platform", "device", "cpu")
+CODE = ("git_commit", "git_diff")
+"""Parts that must agree between runs of simulated trials."""
+
+COMPARABLE = (*CODE, "versions", "platform", "device", "cpu")
 """Parts that must agree between runs for their timings to belong in one table."""
 
 

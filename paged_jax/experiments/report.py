@@ -14,10 +14,10 @@ from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.published import compare
 from paged_jax.experiments.published_plot import write_published_figure
 from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal
+from paged_jax.experiments.request_traces.workload import workload_notes
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
 from paged_jax.experiments.sweep import shown
 from paged_jax.experiments.tables import Table, deviation, with_interval
-from paged_jax.experiments.request_traces.workload import workload_notes
 from paged_jax.experiments.trials import Trial
 
 
@@ -143,7 +143,8 @@ def _design(config: ExperimentConfig, runs: Sequence[Mapping[str, Any]]) -> str:
     )
     if config.executor == "simulated":
         last = runs[-1] if runs else {}
-        return f"{text} Commit {last.get('git_commit') or 'unknown'}{' with uncommitted changes' * bool(last.get('git_changes'))}."
+        changes = " with uncommitted changes" * bool(last.get("git_changes"))
+        return f"{text} Commit {last.get('git_commit') or 'unknown'}{changes}."
     if not runs:
         return text
     last = runs[-1]

@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 from paged_jax.experiments.config import ExperimentConfig, Setting, as_plain, settings
 from paged_jax.experiments.measurements import Served
 from paged_jax.experiments.metrics import tokens_sha256
+from paged_jax.experiments.request_traces.workload import workload_fingerprint
 
 _ORDER_SEED = 20230917
 """Of the order of trials; fixed, so that a resumed run goes on in the order that was begun."""
@@ -43,6 +44,7 @@ class Trial:
             setting.hardware_fingerprint,
             setting.engine.model_dump(),
             setting.workload.model_dump(),
+            workload_fingerprint(setting.workload),
         ]
         text = json.dumps(parts, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-seed{self.seed}-repeat{self.repeat}"
