@@ -14,24 +14,14 @@ MAX_TOKENS = 10_000_000
 def read_text(path: Path) -> str:
     """The whole file; ValueError when it cannot be read or holds no UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(
-            f"there is no trace file {path}: correct workload.file, or give workload.stand_in for when it is missing"
-        ) from None
+        return _read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): unpack it, or save it as UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"cannot read the trace file {path} ({error.strerror}): correct workload.file") from None
 
 
 def fingerprint(path: Path) -> str:
-    """SHA-256 of the file's bytes, in hexadecimal."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"cannot read the trace file {path} ({error.strerror}): correct workload.file") from None
+    """SHA-256 of the file's bytes, in hexadecimal; ValueError when it cannot be read."""
+    return hashlib.sha256(_read_bytes(path)).hexdigest()
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -68,20 +58,30 @@ def token_count(value: Any, where: str, name: str) -> int:
             raise InvalidOperation
         number = Decimal(value)
     except InvalidOperation:
-        raise ValueError(f"{where}: {name} is {_shown(value)}, not a number: mend or delete the row") from None
-    if not number.is_finite() or number != (whole := int(number)):
+        raise ValueError(f"{where}: {name} is {value!r}, not a number: mend or delete the row") from None
+    if not number.is_finite():
         raise ValueError(f"{where}: {name} is {value}, not a whole number of tokens: mend or delete the row")
-    if whole < 0:
+    if number < 0:
         raise ValueError(f"{where}: {name} is {value}, and a count of tokens is not negative: mend or delete the row")
-    if whole > MAX_TOKENS:
+    if number > MAX_TOKENS:
         raise ValueError(
-            f"{where}: {name} is {value}, more tokens than any model takes ({MAX_TOKENS}): does the column hold tokens?"
+            f"{where}: {name} is {number:.4g}, more tokens than any model takes ({MAX_TOKENS}): name the column of "
+            "tokens so, or mend the row"
         )
-    return whole
+    if number != int(number):
+        raise ValueError(f"{where}: {name} is {value}, not a whole number of tokens: mend or delete the row")
+    return int(number)
 
 
-def _shown(value: Any) -> str:
-    return repr(str(value)) if isinstance(value, Decimal) else repr(value)
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no trace file {path}: correct workload.file, or give workload.stand_in for when it is missing"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the trace file {path} ({error.strerror}): correct workload.file") from None
 
 
 def _not_json(word: str) -> Any:

@@ -32,6 +32,8 @@ class Table:
                 f"{self.path}, line 1: there is no column {name} (found: {', '.join(self.header)}): "
                 "correct the header, or choose the workload.format that has these columns"
             )
+        if names.count(name.casefold()) > 1:
+            raise ValueError(f"{self.path}, line 1: there are two columns {name}: delete or rename one of them")
         index = names.index(name.casefold())
         return [row[index] for row in self.rows]
 
@@ -39,7 +41,7 @@ class Table:
         """The cells under a name as counts of tokens."""
         cells = self.column(name)
         # most files are in order: the careful reading, which is 20 times slower, is for the others
-        if all(map(str.isdecimal, cells)) and all(map(str.isascii, cells)):
+        if all(cell.isdecimal() and cell.isascii() and len(cell) < 20 for cell in cells):
             counts = list(map(int, cells))
             if max(counts) <= MAX_TOKENS:
                 return counts

@@ -18,6 +18,8 @@ _DECIMALS = {"s": 9, "ms": 6, "us": 3}
 """Powers of ten from a unit to nanoseconds."""
 _UNIT_NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 _YEAR_NS = 365 * 24 * 3600 * 10**9
+_LATEST = 10**18
+"""More than any clock counts in any unit: microseconds since the epoch are at 2e15."""
 _LEAST_GAP_NS = 1000
 """Mean nanoseconds between requests: less than a millisecond per thousand of them is no traffic of any service."""
 
@@ -42,8 +44,8 @@ def time_ns(value: Any, unit: TimeUnit, where: str, name: str) -> int:
         number = Decimal(value)
     except InvalidOperation:
         raise ValueError(f"{where}: {name} is {value!r}, not a time: mend or delete the row") from None
-    if not number.is_finite() or number < 0:
-        raise ValueError(f"{where}: {name} is {value}, not a time that counts from 0: mend or delete the row")
+    if not number.is_finite() or not 0 <= number <= _LATEST:
+        raise ValueError(f"{where}: {name} is {value}, not a time from 0 on: mend or delete the row")
     return round(number.scaleb(_DECIMALS[unit]))
 
 
