@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from paged_jax.config import nearest
 from paged_jax.experiments.config import ExperimentConfig, load_experiment
-from paged_jax.experiments.environment import COMPARABLE, read_runs
+from paged_jax.experiments.environment import CODE, COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import (
     LEGEND_ROW_IN,
@@ -32,8 +32,6 @@ from paged_jax.experiments.trials import TrialLog, flat, plain_config, plan
 
 _ROWS_IN_A_PANEL = 2
 """So many rows of a legend have room in the height of a panel."""
-_OF_A_SIMULATION = ("git_commit", "git_diff")
-"""What of COMPARABLE the numbers of a simulated device depend on."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,11 @@ def read_result(directory: str | Path) -> Result:
     records = TrialLog(directory).read()
     trials = plan(config)
     missing = sum(trial.key not in records for trial in trials)
+    if missing and set(records) - {trial.key for trial in trials}:
+        raise ValueError(
+            f"{directory} holds trials that are not of its config.yaml as this version reads it: run {config.name} "
+            "again with --fresh"
+        )
     if missing:
         raise ValueError(
             f"{directory} holds {len(trials) - missing} of {len(trials)} trials: run {config.name} again to finish it"
@@ -146,7 +149,7 @@ def comparability_notes(results: Sequence[Result]) -> list[str]:
     """Why differences between the lines may come from something else than their settings, one sentence each."""
     notes = []
     executors = {result.config.executor for result in results}
-    keys = _OF_A_SIMULATION if executors == {"simulated"} else COMPARABLE
+    keys = CODE if executors == {"simulated"} else COMPARABLE
     runs = [run for result in results for run in result.runs]
     differing = [key for key in keys if len({json.dumps(run.get(key), sort_keys=True) for run in runs}) > 1]
     if len(executors) > 1:

@@ -1,6 +1,7 @@
 """Published numbers and ours as pairs of markers: an open square, or a bar for a range, and a filled circle."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from paged_jax.experiments.published import ComparedRow, Comparison
 from paged_jax.experiments.published_spec import ends
 
 _ROW_IN = 0.24
+_NAME_LINE_IN = 0.12
+_LETTERS_IN_A_NAME = 24
+"""So many letters of a row's name stand on one line beside the axis."""
 _AXIS_IN = 0.55
 _LOG_FROM = 20
 """A panel whose numbers span such a factor has a logarithmic axis."""
@@ -30,10 +34,16 @@ def write_published_figure(comparison: Comparison, x: str | None, directory: Pat
         return save(draw_published(comparison, x), directory, "published")
 
 
+def can_be_drawn(row: ComparedRow) -> bool:
+    """Whether a row has numbers on both sides, and not the order of settings."""
+    known = math.isfinite(row.ours.low) or math.isfinite(row.ours.high)
+    return row.row.order is None and row.target is not None and known
+
+
 def draw_published(comparison: Comparison, x: str | None) -> Figure:
     """A panel for each kind of number, a line for each row, in the order of the table."""
     panels = _panels(comparison, x)
-    heights = [_ROW_IN * len(rows) + _AXIS_IN for rows in panels.values()]
+    heights = [_row_height(rows) * len(rows) + _AXIS_IN for rows in panels.values()]
     figure = Figure(figsize=(WIDTH_IN, sum(heights) + LEGEND_ROW_IN), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for ax, ((label, unit), rows) in zip(axes, panels.items(), strict=True):
@@ -48,13 +58,13 @@ def _draw_rows(rows: Sequence[ComparedRow], label: str, unit: str, ax: Axes) -> 
     factor, shown_unit = Metric("", unit, "").display(numbers)
     for y, row in enumerate(rows):
         low, high = (end * factor for end in ends(row.target or 0.0))
-        finite = [end for end in (low, high) if math.isfinite(end)]
+        finite = [end for end in dict.fromkeys((low, high)) if math.isfinite(end)]
         word = "paper" if row.paper is not None else "expected"
         ax.plot(
             finite, [y - _OFFSET] * len(finite), color="black", marker="s", markerfacecolor="white", markersize=4,
             linewidth=2.5, label=word,
         )  # fmt: skip
-        if len(finite) == 1:  # the other side is open: an arrow into it
+        if math.isinf(low) or math.isinf(high):  # the other side is open: an arrow into it
             _arrow(finite[0], y - _OFFSET, math.isinf(high), ax)
         value = (row.ours.low if math.isinf(row.ours.high) else row.ours.high) * factor
         ax.plot([value], [y + _OFFSET], color=COLOURS[0], marker="o", markersize=4, linestyle="", label="ours")
@@ -66,7 +76,7 @@ def _draw_rows(rows: Sequence[ComparedRow], label: str, unit: str, ax: Axes) -> 
         ax.margins(x=0.12)
     elif len(positive) == len(numbers):
         ax.set_xlim(0, 1.15 * max(numbers) * factor)
-    ax.set_yticks(range(len(rows)), [row.row.name for row in rows])
+    ax.set_yticks(range(len(rows)), [_wrapped(row) for row in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(False, axis="y")
     ax.set_xlabel(label if shown_unit in ("", "x") or shown_unit in label else f"{label} ({shown_unit})")
@@ -86,10 +96,17 @@ def _panels(comparison: Comparison, x: str | None) -> dict[tuple[str, str], list
     """Rows that have numbers on both sides, by what is on their axis and its unit."""
     panels: dict[tuple[str, str], list[ComparedRow]] = {}
     for row in comparison.rows:
-        known = math.isfinite(row.ours.low) or math.isfinite(row.ours.high)
-        if row.row.order is None and row.difference is not None and known:
+        if can_be_drawn(row):
             panels.setdefault(_axis(row, x), []).append(row)
     return panels
+
+
+def _wrapped(row: ComparedRow) -> str:
+    return textwrap.fill(row.row.name, _LETTERS_IN_A_NAME)
+
+
+def _row_height(rows: Sequence[ComparedRow]) -> float:
+    return max(_ROW_IN, _NAME_LINE_IN * max(1 + _wrapped(row).count("\n") for row in rows))
 
 
 def _axis(row: ComparedRow, x: str | None) -> tuple[str, str]:

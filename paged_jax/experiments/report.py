@@ -12,7 +12,7 @@ from paged_jax.experiments.environment import CODE, COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.published import compare
-from paged_jax.experiments.published_plot import write_published_figure
+from paged_jax.experiments.published_plot import can_be_drawn, write_published_figure
 from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal
 from paged_jax.experiments.request_traces.workload import workload_notes
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
@@ -37,6 +37,7 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     if comparison is not None:
         (directory / "published.csv").write_text(as_csv(comparison), encoding="utf-8")
     figures = [] if config.x is None else list(config.report.panels)
+    figures += ["published"] if comparison and any(map(can_be_drawn, comparison.rows)) else []
     markdown = [
         f"# {config.name}",
         "",

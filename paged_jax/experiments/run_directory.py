@@ -4,20 +4,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from paged_jax.config import EngineConfig
 from paged_jax.experiments.config import ExperimentConfig, load_experiment
 from paged_jax.experiments.published import Comparison, compare
 from paged_jax.experiments.published_table import comparison_table
 from paged_jax.experiments.runner import run_experiment
 from paged_jax.experiments.summary import summarise
+from paged_jax.experiments.timed_trials import MakeEngine
 from paged_jax.experiments.trials import TrialLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paged_jax.engine.engine import Engine
 
 _WIDTH = 100
 
@@ -66,7 +60,7 @@ def run_directory(
     *,
     fresh: bool = False,
     progress: bool = True,
-    make_engine: "Callable[[EngineConfig], Engine] | None" = None,
+    make_engine: MakeEngine | None = None,
 ) -> Iterator[Outcome]:
     """Run the experiments one after the other, each into `out_dir/<name>` (default `results/<name>`).
 
@@ -95,7 +89,7 @@ def combined_text(comparisons: Iterable[Comparison]) -> str:
     comparisons = list(comparisons)
     if not comparisons:
         return ""
-    lines = [comparison_table("all experiments: ours against what was published", comparisons).terminal()]
+    lines = [comparison_table("all experiments: ours against what was published or claimed", comparisons).terminal()]
     for comparison in comparisons:
         if comparison.verdict is not None:
             judged = [row.holds for row in comparison.rows if row.expected is not None]
