@@ -6,6 +6,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, Protocol
 
 from paged_jax.execution.buckets import Bucket, num_rows, pick_bucket
@@ -16,8 +17,8 @@ from paged_jax.kv_cache.group import CacheGroup
 class Cost(Protocol):
     """How long a device takes for a plan."""
 
-    def seconds(self, plan: SchedulerOutput, padded_tokens: int, padded_rows: int) -> float:
-        """Seconds of the step whose batch is padded to so many tokens and rows."""
+    def step(self, plan: SchedulerOutput, padded_tokens: int, padded_rows: int) -> tuple[float, ...]:
+        """Seconds by part of the step whose batch is padded to so many tokens and rows; one part follows another."""
         ...
 
 
@@ -68,6 +69,7 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._buckets = buckets
         self._used: set[Bucket] = set()
+        self._seconds: tuple[float, ...] | None = None
         self._answers: list[tuple[int, ...]] = [()] * max_num_seqs  # by slot
         self._reporting: set[int] = set()  # slots of requests that want log-probabilities
 
@@ -75,6 +77,11 @@ class SimulatedExecutor:
     def num_compilations(self) -> int:
         """Buckets that were needed so far: a compiled program each."""
         return len(self._used)
+
+    @property
+    def modelled_seconds(self) -> tuple[float, ...]:
+        """Of all steps so far, by the cost's parts."""
+        return self._seconds or ()
 
     def submit(self, plan: SchedulerOutput) -> SimulatedStep:
         """Answer the plan."""
@@ -92,9 +99,9 @@ class SimulatedExecutor:
             bucket = pick_bucket(self._buckets, computed, rows)
             self._used.add(bucket)
             padded, rows = bucket.num_tokens, bucket.num_seqs
-        return SimulatedStep(
-            StepResult(tokens, padded - computed, self.cost.seconds(plan, padded, rows), self._logprobs(plan, tokens))
-        )
+        cost = self.cost.step(plan, padded, rows)
+        self._seconds = cost if self._seconds is None else tuple(map(add, self._seconds, cost))
+        return SimulatedStep(StepResult(tokens, padded - computed, sum(cost), self._logprobs(plan, tokens)))
 
     def update_weights(self, model: Any) -> None:
         """Do nothing: there are no weights."""

@@ -8,7 +8,7 @@ it begins with the first token of any sample and ends with the last sample; its 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,13 @@ _LATENCIES = {
     ),
     "queue_time_s": Metric("queue time", "s", "first_scheduled_time - arrival_time of each request"),
 }
+_MODELLED = {
+    "gemm_s": ("gemm", "logits", "collectives"),
+    "attention_s": ("attention",),
+    "swap_s": ("swaps",),
+    "host_s": ("host", "launch", "block_tables"),
+}
+"""Metrics of a simulated device, and the parts of `StepCost` that they add up."""
 _SUMMARIES = ("mean", "p50", "p95", "p99")
 
 KV_SHARES = (
@@ -125,7 +132,7 @@ METRICS: dict[str, Metric] = {
     "sharing_saving": Metric(
         "saved by sharing",
         "ratio",
-        "1 - blocks in use / entries of block tables, over time: what requests would need besides if nothing was shared",
+        "1 - blocks in use / entries of block tables, over time: what requests would need besides without it",
     ),
     "evicted_blocks": Metric("evicted blocks", "blocks", "cached blocks given up for others, of all cache groups"),
     "copied_blocks": Metric(
@@ -154,6 +161,12 @@ METRICS: dict[str, Metric] = {
         "KV size of a token", "bytes", "keys and values of one token in all layers, on all devices; no padding of pages"
     ),
     "kv_block_bytes": Metric("KV block size", "bytes", "block_size * kv_bytes_per_token"),
+    "gemm_s": Metric("time in products", "s", "modelled time of matrix products, logits and collectives included"),
+    "attention_s": Metric("time in attention", "s", "modelled time of attention"),
+    "swap_s": Metric("time of swaps", "s", "modelled time of moving blocks to the host and back"),
+    "host_s": Metric(
+        "time of the host", "s", "modelled time that the device waits for scheduling, launches and block tables"
+    ),
     "compilations": Metric(
         "compilations",
         "",
@@ -174,11 +187,15 @@ def trial_metrics(
     num_blocks: int,
     block_size: int,
     kv_bytes_per_token: float,
+    modelled: Mapping[str, float] | None = None,
     compilations: int,
     warmup_compilations: int = 0,
     compile_s: float = 0.0,
 ) -> dict[str, float]:
-    """All of `METRICS` for one trial that began at `start_time` seconds on the engine's clock."""
+    """All of `METRICS` for one trial that began at `start_time` seconds on the engine's clock.
+
+    `modelled`: seconds of all steps by the parts of `StepCost`; None for a real device.
+    """
     if not requests or not len(steps):
         raise ValueError("a trial without finished requests or steps has no metrics")
     wall = float(steps["end_time"][-1]) - start_time
@@ -207,6 +224,7 @@ def trial_metrics(
         "num_blocks": num_blocks,
         "kv_bytes_per_token": kv_bytes_per_token,
         "kv_block_bytes": kv_bytes_per_token * block_size,
+        **modelled_times(modelled),
         "compilations": compilations,
         "warmup_compilations": warmup_compilations,
         "compile_s": compile_s,
@@ -284,6 +302,11 @@ def step_counts(steps: StepTable) -> dict[str, float]:
         "padded_tokens": padded,
         "padding_fraction": padded / (computed + padded),
     }
+
+
+def modelled_times(parts: Mapping[str, float] | None) -> dict[str, float]:
+    """Where a simulated device spent its time, in seconds; NaN for a real one."""
+    return {name: sum(parts[part] for part in of) if parts is not None else math.nan for name, of in _MODELLED.items()}
 
 
 def tokens_sha256(requests: Iterable[Served]) -> str:

@@ -20,6 +20,7 @@ from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.run_log import RunLog
 from paged_jax.experiments.trials import Trial, TrialLog, trial_record
 from paged_jax.experiments.workloads import check_fits, make_workload
+from paged_jax.simulation.cost_model import StepCost
 from paged_jax.simulation.engines import simulated_engine
 
 
@@ -87,6 +88,7 @@ def simulate(trial: Trial) -> dict[str, Any]:
         num_blocks=executor.num_blocks,
         block_size=setting.engine.block_size,
         kv_bytes_per_token=executor.kv_bytes_per_token,
+        modelled=dict(zip(StepCost._fields, executor.modelled_seconds, strict=True)),
         compilations=executor.num_compilations,
     )
     return trial_record(trial, requests, metrics)
