@@ -7,7 +7,6 @@ tensor-parallel degree, and `attention.csv`, decodes by batch and cached tokens 
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paged_jax.execution.plan import ScheduledRequest
 from paged_jax.simulation.attention_cost import AttentionCost
@@ -17,9 +16,6 @@ from paged_jax.simulation.gemm import gemm_seconds
 from paged_jax.simulation.hardware import Hardware
 from paged_jax.simulation.layer_shapes import split
 from paged_jax.simulation.model_shape import DTYPE_BYTES, ModelShape
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 DTYPE = "float16"
 """Of everything that was profiled."""
@@ -157,7 +153,7 @@ def _medians(path: Path, shapes: tuple[str, ...], parts: tuple[str, ...]) -> Ite
     """The file's rows, those of one shape brought together."""
     import pandas as pd  # a second that importing the module need not wait for
 
-    table: pd.DataFrame = pd.read_csv(path)
+    table = pd.read_csv(path)
     times = [f"time_stats.{part}{MEASURED}" for part in parts]
     missing = [name for name in (*shapes, *times) if name not in table]
     if missing:
