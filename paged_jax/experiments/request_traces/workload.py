@@ -6,6 +6,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from paged_jax.experiments.request_traces.row import TraceRow
 from paged_jax.experiments.request_traces.sharegpt import read_sharegpt
 from paged_jax.experiments.request_traces.source import fingerprint
 from paged_jax.experiments.request_traces.spec import TEXTS, TIMED, StandIn, TraceWorkload
-from paged_jax.experiments.request_traces.timestamps import clock_notes
+from paged_jax.experiments.request_traces.timestamps import TimeUnit, clock_notes
 from paged_jax.experiments.request_traces.token_windows import TokenWindows
 from paged_jax.experiments.workload_spec import Streams
 
@@ -98,21 +99,35 @@ def _stands_in(spec: TraceWorkload) -> bool:
 def _read(spec: TraceWorkload) -> tuple[list[TraceRow], list[str]]:
     """All rows in the order of the file, and notes on its clock."""
     path = Path(spec.file)
-    match spec.format:
+    try:
+        found = path.stat()
+        state = (found.st_mtime_ns, found.st_size)
+    except OSError:
+        state = ()  # reading will say what is wrong
+    rows, notes = _read_once(path, spec.format, spec.time_unit, state)
+    return list(rows), list(notes)
+
+
+@lru_cache(maxsize=1)
+def _read_once(
+    path: Path, file_format: str, time_unit: TimeUnit | None, state: tuple[int, ...]
+) -> tuple[tuple[TraceRow, ...], tuple[str, ...]]:
+    """The file as it is in this `state`: the settings of a sweep do not each read it again."""
+    match file_format:
         case "lengths":
-            return read_lengths(path), []
+            return tuple(read_lengths(path)), ()
         case "sharegpt":
-            return read_sharegpt(path), []
+            return tuple(read_sharegpt(path)), ()
         case "prompts":
-            return read_prompts(path), []
+            return tuple(read_prompts(path)), ()
         case "azure":
-            rows = read_azure(path, spec.time_unit)
+            rows = read_azure(path, time_unit)
         case "mooncake":
-            rows = read_mooncake(path, spec.time_unit)
-        case "burstgpt":
-            rows = read_burstgpt(path, spec.time_unit)
+            rows = read_mooncake(path, time_unit)
+        case _:
+            rows = read_burstgpt(path, time_unit)
     times, lines = [row.time_ns or 0 for row in rows], [row.line for row in rows]
-    return rows, clock_notes(times, lines, path)
+    return tuple(rows), tuple(clock_notes(times, lines, path))
 
 
 def _stand_in_rows(spec: TraceWorkload, stand_in: StandIn, streams: Streams) -> tuple[list[TraceRow], list[str]]:
@@ -135,9 +150,9 @@ def _length_rows(spec: TraceWorkload, streams: Streams) -> tuple[list[TraceRow],
     if rows[0].time_ns is not None:
         rows = sorted(rows, key=lambda row: row.time_ns or 0)  # a stable sort: equal times keep their order
         rows = _cut(spec, rows, notes)
-    dropped = Counter(_reason(spec, row.prompt_len, row.output_len) for row in rows)
-    rows = [row for row in rows if _reason(spec, row.prompt_len, row.output_len) is None]
-    notes += _drop_notes(spec, dropped)
+    reasons = [_reason(spec, row.prompt_len, row.output_len) for row in rows]
+    notes += _drop_notes(spec, Counter(reasons))
+    rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
     if not rows:
         raise ValueError(_nothing_left(spec))
     order = _order(spec, len(rows), streams)[: spec.max_requests]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -267,6 +268,17 @@ def test_texts_are_measured_until_there_are_enough_requests(texts):
     assert orders[0] == orders[1] != orders[2]
     with pytest.raises(ValueError, match="has no request with tokens"):
         trace_requests(spec(texts, format="prompts", min_len=3), 0, 97, tokenizer)
+
+
+def test_a_file_that_has_changed_is_read_again(azure):
+    before = trace_requests(spec(azure), 0, 97, None)
+    assert trace_requests(spec(azure), 0, 97, None) == before
+    Path(azure).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,7,1\n")
+    assert drawn(trace_requests(spec(azure), 0, 97, None)) == [(0, 7, 1)]
+    assert workload_notes(spec(azure)) == []
+    os.unlink(azure)
+    with pytest.raises(ValueError, match="there is no trace file"):
+        trace_requests(spec(azure), 0, 97, None)
 
 
 def test_texts_need_a_tokenizer(texts):
