@@ -81,7 +81,7 @@ GENERATE = ["generate", "--prompt", "a"]
 
 USAGE_ERRORS = [
     (["genrate"], "unknown command 'genrate'; did you mean 'generate'?"),
-    (["xyz"], "unknown command 'xyz'; commands: generate, run, replay, diff, models, fetch, bench-sch"),
+    (["xyz"], "unknown command 'xyz'; commands: generate, run, plot, replay, diff, models, fetch, ben"),
     (["--hlp"], "unknown flag '--hlp'; did you mean '--help'?"),
     (["generate"], "paged-jax generate needs --prompt: see `paged-jax generate --help`"),
     (["generate", "--prompt"], "--prompt needs a value (one that begins with a dash is written --prompt=-x)"),
@@ -104,6 +104,9 @@ USAGE_ERRORS = [
     (["run", "--fresh"], "paged-jax run needs FILE"),
     (["run", SMOKE, "--frsh"], "unknown flag '--frsh'; did you mean '--fresh'?"),
     (["run", SMOKE, "--output-dir"], "--output-dir needs a value"),
+    (["plot"], "paged-jax plot needs RESULTS: see `paged-jax plot --help`"),
+    (["plot", "x", "--metric"], "--metric needs a value"),
+    (["plot", "x", "--metrics", "y"], "unknown flag '--metrics'; did you mean '--metric'?"),
     (["replay"], "paged-jax replay needs FILE: see `paged-jax replay --help`"),
     (["replay", "x", "--outptu", "y"], "unknown flag '--outptu'; did you mean '--output'?"),
     (["replay", "x", "--output", "y"], "--output without overrides would copy the recording: give key=value, or leave"),
@@ -124,6 +127,8 @@ ERRORS = [
     (["run", SMOKE, "--fresh", "junk"], "'junk' is not an override: write key=value"),
     (["run", SMOKE, "model=nowhere"], "no model 'nowhere': "),
     (["run", SMOKE, "engine.load_format=auto"], "'tiny-llama' is known by its shape only"),
+    (["run", "tests"], "there is no *.yaml file in tests: name an experiment file or a directory of them"),
+    (["plot", "nowhere"], "nowhere holds no results, there is no config.yaml: name what `paged-jax run` has written"),
     (["replay", "nowhere.jsonl"], "no trace at nowhere.jsonl: EngineConfig.trace_file records one"),
     (["replay", SMOKE], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
     (["diff", SMOKE, "nowhere.jsonl"], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
