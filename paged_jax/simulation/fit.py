@@ -86,7 +86,7 @@ def _fit_stage(hardware: Hardware, samples: Sequence[Sample], stage: Stage) -> H
     measured = np.log([s.seconds for s in samples])
     low, high = (np.array(bound) for bound in zip(*((p.low, p.high) for p in parameters), strict=True))
     start = np.clip(
-        [_value(hardware, p.path) for p in parameters], low + 1e-3 * (high - low), high - 1e-3 * (high - low)
+        [constant(hardware, p.path) for p in parameters], low + 1e-3 * (high - low), high - 1e-3 * (high - low)
     )
 
     def residuals(scaled: np.ndarray) -> np.ndarray:
@@ -117,7 +117,8 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def _value(hardware: Hardware, path: str) -> float:
+def constant(hardware: Hardware, path: str) -> float:
+    """What a parameter's path names."""
     value: object = hardware
     for name in path.split("."):
         value = value[int(name)] if isinstance(value, tuple) else getattr(value, name)

@@ -20,6 +20,8 @@ from paged_jax.simulation.model_shape import ModelShape
 
 DECODE, PREFILL, MIXED = "decode", "prefill", "decodes and a chunk"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 16, 512
+LONGEST = 1600
+"""Tokens; with a full batch of them at several page sizes, some gigabytes of pages."""
 MEASURED_STAGES = (
     Stage(
         (DECODE, PREFILL, MIXED),
@@ -80,29 +82,34 @@ class HandMadeRequest:
 
 
 def points(block_sizes: Sequence[int], longest: int, seed: int = 0) -> list[Point]:
-    """What is measured: every kind of step at the first block size, decodes at the others."""
+    """What is measured: every kind of step at the first block size, decodes at the others.
+
+    Few buckets are needed, since each takes seconds to compile.
+    """
     draw = random.Random(seed)
-    main, found = block_sizes[0], []
+    main, full, found = block_sizes[0], MAX_NUM_SEQS, []
+
+    def lengths(count: int) -> tuple[int, ...]:
+        return tuple(draw.randint(1, longest) for _ in range(count))
+
+    contexts = [c for c in (16, 100, 500, 1000, 1500) if c <= longest]
     for block_size in block_sizes:
-        contexts = [c for c in (16, 100, 256, 500, 1000, 1500) if c <= longest]
-        batches = (1, 4, 10, MAX_NUM_SEQS) if block_size == main else (MAX_NUM_SEQS,)
-        found += [Point(block_size, (context,) * batch) for batch in batches for context in contexts]
-        for batch in batches[-2:]:  # lengths of all kinds
-            found += [Point(block_size, tuple(draw.randint(1, longest) for _ in range(batch))) for _ in range(4)]
+        for batch in (1, 4, full) if block_size == main else (full,):
+            found += [Point(block_size, (context,) * batch) for context in contexts]
+        found += [Point(block_size, lengths(full)) for _ in range(4)]
     starts = [s for s in (0, 200, 512, 1024) if s + MAX_NUM_BATCHED_TOKENS <= longest]
-    for chunk in (16, 40, 64, 128, 200, 256, 400, MAX_NUM_BATCHED_TOKENS):
-        found += [Point(main, (), chunk, start) for start in starts]
-    for chunk in (17, 49, 113, 241, MAX_NUM_BATCHED_TOKENS - 15):
-        contexts = tuple(draw.randint(1, longest) for _ in range(MAX_NUM_SEQS - 1))
-        found += [Point(main, contexts, chunk, start) for start in starts[:2]]
+    for tokens in (full, 4 * full, 16 * full, MAX_NUM_BATCHED_TOKENS):
+        found += [Point(main, (), tokens, start) for start in starts]
+        if tokens > full:
+            found += [Point(main, lengths(full - 1), tokens - full + 1, start) for start in starts[:3]]
     return found
 
 
 class Machine:
     """Real executors of one model, one for each block size, on whatever device JAX runs on."""
 
-    def __init__(self, model: str, longest: int) -> None:
-        """Loads JAX and the model. `longest` is the most tokens of a request."""
+    def __init__(self, model: str) -> None:
+        """Loads JAX and the model's shape."""
         import jax
 
         from paged_jax.llm import EngineFactory
@@ -110,22 +117,22 @@ class Machine:
         self.platform: str = jax.default_backend()
         self.device_kind: str = jax.devices()[0].device_kind
         self._factory = EngineFactory(model)
-        self._longest = longest
         self._engines: dict[int, Any] = {}
-        self.shape: ModelShape
-        self.dtype: str
-        decoder = self._factory.decoder(self._config(16))
-        self.shape = ModelShape.from_config(decoder.config)
-        self.dtype = str(decoder.embed_tokens.weight[...].dtype)
+        decoder = self._factory.decoder(EngineConfig(load_format="dummy"))
+        self.shape: ModelShape = ModelShape.from_config(decoder.config)
+        self.dtype: str = str(decoder.embed_tokens.weight[...].dtype)
+        self.longest: int = min(LONGEST, decoder.config.max_position_embeddings - 1)
+        """Most tokens that a request has."""
 
     def _config(self, block_size: int) -> EngineConfig:
-        blocks = (MAX_NUM_SEQS + 1) * -(-self._longest // block_size)
+        blocks = (MAX_NUM_SEQS + 1) * -(-self.longest // block_size)
         return EngineConfig(
             block_size=block_size,
             num_blocks=blocks,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            max_model_len=self._longest + 1,
+            max_model_len=self.longest + 1,
+            load_format="dummy",  # times do not depend on the weights
         )
 
     def seconds(self, point: Point) -> float:
