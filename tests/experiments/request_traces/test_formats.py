@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from host_executor import host_engine
 
+from paged_jax.engine.engine import Arrival, drive
 from paged_jax.experiments.request_traces.spec import TraceWorkload
-from paged_jax.experiments.request_traces.workload import TraceRequest, trace_requests
+from paged_jax.experiments.request_traces.workload import TraceRequest, trace_requests, workload_notes
+from paged_jax.sampling.params import SamplingParams
 
 
 class WordTokenizer:
@@ -85,6 +88,34 @@ def test_prompts_of_mooncake_begin_alike_exactly_as_far_as_their_hash_ids_agree(
     assert requests[3].prompt_token_ids[512:600] == requests[0].prompt_token_ids[512:600]
     assert len({t for r in requests for t in r.prompt_token_ids}) > 90, "all of the 97 ids occur"
     assert {type(t) for r in requests for t in r.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
+def test_prefix_caches_hit_as_far_as_hash_ids_agree(tmp_path, prefix_cache):
+    rows = [(0, 1100, [1, 2, 3]), (10_000, 1300, [1, 2, 4]), (20_000, 600, [1, 3]), (30_000, 520, [2, 1])]
+    engine = host_engine(
+        num_blocks=300,
+        block_size=16,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        prefix_cache=prefix_cache,
+        seconds_per_step=1.0,
+    )
+    arrivals = [
+        Arrival(r.time, str(i), r.prompt_token_ids, SamplingParams(max_tokens=r.output_len, ignore_eos=True))
+        for i, r in enumerate(requests_of(tmp_path, "mooncake", mooncake(*rows)))
+    ]
+    served = {r.request_id: r.metrics for advanced, _ in drive(engine, arrivals, engine.clock) for r in advanced}
+    assert [served[str(i)].num_cached_tokens for i in range(4)] == [0, 1024, 512, 0]
+
+
+def test_answers_of_burstgpt_that_failed_are_left_out_and_counted(tmp_path):
+    assert lengths(requests_of(tmp_path, "burstgpt", BURSTGPT + "50,,0,ChatGPT,10,0,10,API log\n")) == [
+        (472, 18),
+        (1087, 230),
+    ]
+    spec = TraceWorkload(kind="trace", format="burstgpt", file=str(tmp_path / "trace.txt"))
+    assert any("1 of 3 rows with an empty prompt or no output is left out" in note for note in workload_notes(spec))
 
 
 def conversation(*turns: tuple[str, str]) -> dict:
