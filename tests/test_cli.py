@@ -81,7 +81,7 @@ GENERATE = ["generate", "--prompt", "a"]
 
 USAGE_ERRORS = [
     (["genrate"], "unknown command 'genrate'; did you mean 'generate'?"),
-    (["xyz"], "unknown command 'xyz'; commands: generate, run, plot, replay, diff, models, fetch, ben"),
+    (["xyz"], "unknown command 'xyz'; commands: generate, run, plot, replay, diff, "),
     (["--hlp"], "unknown flag '--hlp'; did you mean '--help'?"),
     (["generate"], "paged-jax generate needs --prompt: see `paged-jax generate --help`"),
     (["generate", "--prompt"], "--prompt needs a value (one that begins with a dash is written --prompt=-x)"),
@@ -113,6 +113,7 @@ USAGE_ERRORS = [
     (["diff"], "paged-jax diff needs A and B: see `paged-jax diff --help`"),
     (["diff", "a"], "paged-jax diff compares two traces, A and B, got 1"),
     (["diff", "a", "b", "c"], "paged-jax diff compares two traces, A and B, got 3"),
+    (["buckets"], "paged-jax buckets needs FILE: see `paged-jax buckets --help`"),
     (["models", "x"], "paged-jax models cannot place 'x'"),
     (["fetch"], "paged-jax fetch needs NAME"),
 ]  # fmt: skip
@@ -127,7 +128,7 @@ ERRORS = [
     (["run", SMOKE, "--fresh", "junk"], "'junk' is not an override: write key=value"),
     (["run", SMOKE, "model=nowhere"], "no model 'nowhere': "),
     (["run", SMOKE, "engine.load_format=auto"], "'tiny-llama' is known by its shape only"),
-    (["run", "tests"], "there is no *.yaml file in tests: name an experiment file or a directory of them"),
+    (["run", "."], "there is no *.yaml file in .: name an experiment file or a directory of them"),
     (["plot", "nowhere"], "nowhere holds no results, there is no config.yaml: name what `paged-jax run` has written"),
     (["replay", "nowhere.jsonl"], "no trace at nowhere.jsonl: EngineConfig.trace_file records one"),
     (["replay", SMOKE], "smoke.yaml is not a trace of paged-jax: its first line is no header"),
