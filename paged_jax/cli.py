@@ -18,6 +18,8 @@ import tyro
 
 from paged_jax.commands import PROGRAM, STATUS_ERROR, Command, UsageError, sentence_of
 from paged_jax.commands.bench_scheduler import BenchScheduler
+from paged_jax.commands.buckets import Buckets
+from paged_jax.commands.calibrate import Calibrate
 from paged_jax.commands.generate import Generate
 from paged_jax.commands.models import Fetch, Models
 from paged_jax.commands.plot import Plot
@@ -35,9 +37,11 @@ COMMANDS: dict[str, type[Command]] = {
     "plot": Plot,
     "replay": Replay,
     "diff": Diff,
+    "buckets": Buckets,
     "models": Models,
     "fetch": Fetch,
     "bench-scheduler": BenchScheduler,
+    "calibrate": Calibrate,
 }
 
 
