@@ -154,12 +154,13 @@ def check_fits(arrivals: Sequence[Arrival], max_model_len: int, max_request_len:
         if prompt + output > max_model_len:
             raise ValueError(
                 f"{request}, more than max_model_len ({max_model_len}): lower workload.output.max or the "
-                "prompt lengths, or raise engine.max_model_len"
+                "prompt lengths (of a trace: set workload.max_total_tokens), or raise engine.max_model_len"
             )
         if prompt + output > max_request_len:
             raise ValueError(
                 f"{request}, more than the whole KV pool holds ({max_request_len}): lower workload.output.max "
-                "or the prompt lengths, or raise engine.kv_cache_memory or engine.num_blocks"
+                "or the prompt lengths (of a trace: set workload.max_total_tokens), or raise engine.kv_cache_memory "
+                "or engine.num_blocks"
             )
 
 
