@@ -4,6 +4,7 @@ import gc
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,14 +31,20 @@ class Served(NamedTuple):
     @classmethod
     def of(cls, request: Request) -> "Served":
         """The record of a request."""
-        tokens = array("q", request.output_token_ids)
+        token_ids, metrics = request.output_token_ids, request.metrics
+        if request.beam_search is not None:
+            # the last token of a beam is chosen as the search ends: its row never gets it
+            token_ids = list(request.beam_search.best()[request.sample_index].token_ids)
+            if metrics.finished_time is not None:
+                metrics = replace(metrics, token_times=[*metrics.token_times, metrics.finished_time])
+        tokens = array("q", token_ids)
         return cls(
             request.request_id,
             request.sample_index,
             request.num_prompt_tokens,
             len(tokens),
             request.sampling_params.max_tokens or 0,
-            request.metrics,
+            metrics,
             hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
         )
 

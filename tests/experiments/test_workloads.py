@@ -14,6 +14,7 @@ from paged_jax.engine.engine import drive
 from paged_jax.experiments.chat import ChatWorkload
 from paged_jax.experiments.config import as_plain, experiment_from_dict, settings
 from paged_jax.experiments.lengths import Lengths
+from paged_jax.experiments.measurements import run_workload
 from paged_jax.experiments.prefix_tree import TreeWorkload
 from paged_jax.experiments.request_traces.spec import StandIn, TraceWorkload
 from paged_jax.experiments.shared_prefixes import FewShotWorkload, SharedPrefixWorkload
@@ -233,12 +234,20 @@ def test_all_kinds_are_served(kind):
     )
 
 
-def test_beams_are_served():
-    spec = LOGNORMAL.model_copy(update={"num_requests": 5, "beam_width": 3, "request_rate": 1.0})
+def test_beams_are_served_and_reported_with_all_their_tokens():
+    lengths = Lengths(law="uniform", min=1, max=4)
+    spec = LOGNORMAL.model_copy(update={"num_requests": 12, "beam_width": 3, "request_rate": 1.0, "output": lengths})
     arrivals = make_workload(spec, 0, None, VOCAB_SIZE)
     engine = host_engine(num_blocks=200, seconds_per_step=0.1, max_num_seqs=8)
-    done = [r for advanced, _ in drive(engine, arrivals, engine.clock) for r in advanced if r.is_finished]
-    assert Counter(r.request_id for r in done) == {a.request_id: 3 for a in arrivals}
+    served, _, _ = run_workload(engine, arrivals)
+    asked = {a.request_id: a.params.max_tokens for a in arrivals}
+    assert set(asked.values()) == {1, 2, 3, 4}
+    assert Counter((r.request_id, r.num_output_tokens) for r in served) == dict.fromkeys(asked.items(), 3)
+    for beam in served:
+        assert beam.max_tokens == beam.num_output_tokens
+        assert beam.metrics.token_times[-1] == beam.metrics.finished_time
+    first = [r.metrics.token_times for r in served if r.sample_index == 0]
+    assert sorted(map(len, first)) == sorted(asked.values())
 
 
 @KINDS
