@@ -26,7 +26,7 @@ from paged_jax.experiments.yaml_values import apply_override, read_yaml, with_tu
 
 
 class ExperimentConfig(StrictModel):
-    """One experiment. Where a key is swept, `engine` and `workload` hold its first value; see `settings`."""
+    """One experiment. Where a key is swept, the experiment holds its first value; see `settings`."""
 
     name: Name
     model: str
@@ -77,6 +77,12 @@ class ExperimentConfig(StrictModel):
             values = swept[x or next(iter(swept))]
             if not any(same(baseline, v) for v in values):
                 raise ValueError(f"report.baseline is {baseline!r}, which is not one of the values {list(values)!r}")
+        if self.report.optimum is not None:
+            values = swept[self.x] if self.x is not None else ()
+            if not values or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+                raise ValueError(
+                    f"report.optimum needs numbers on the horizontal axis, got {list(values)!r}: leave it out"
+                )
         if self.published is not None:
             self.published.check_settings(self.sweep, self.x)
         return self
@@ -168,8 +174,10 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")
     published = published_from_dict(raw.get("published"))
+    devices = {key: values[0] for key, values in swept_keys(sweep).items() if key in DEVICE_KEYS}
     return parse(
-        ExperimentConfig, {**raw, "sweep": sweep, **_checked_points(raw, sweep, known), "published": published}
+        ExperimentConfig,
+        {**raw, **devices, "sweep": sweep, **_checked_points(raw, sweep, known), "published": published},
     )
 
 

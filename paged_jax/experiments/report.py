@@ -10,6 +10,7 @@ from typing import Any
 from paged_jax.experiments.config import ExperimentConfig, Setting, settings
 from paged_jax.experiments.environment import CODE, COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
+from paged_jax.experiments.optimum import optimum_table
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.published import compare
 from paged_jax.experiments.published_plot import can_be_drawn, write_published_figure
@@ -75,6 +76,8 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
         compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
         title = f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
         tables += [_table(config, title, compared, _difference_cell)] if compared else []
+    if config.report.optimum is not None:
+        tables.append(optimum_table(config, summaries))
     if config.executor != "simulated":  # which has no noise, and whose variation the intervals show
         title = f"{config.name}: noise (sd between repeats) / variation (sd between seeds)"
         tables.append(_table(config, title, summaries, _deviations_cell))

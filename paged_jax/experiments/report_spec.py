@@ -12,6 +12,12 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Panels = tuple[tuple[str, ...], ...]
 
 
+def larger_is_better(metric: str) -> bool | None:
+    """Whether more of the metric is wanted, as of rates, or less, as of times; None where it depends."""
+    unit = METRICS[metric].unit
+    return True if unit.endswith("/s") else False if unit.partition("/")[0] == "s" else None
+
+
 class Report(StrictModel):
     """What the tables and the figures show."""
 
@@ -21,6 +27,8 @@ class Report(StrictModel):
     """Metrics: the columns of the tables."""
     baseline: int | float | str | bool | tuple[Any, ...] | None = None
     """The value of x that the others are compared with, in paired differences; unset, no comparison."""
+    optimum: str | None = None
+    """A throughput or latency: a table tells for each series which x is best by it, and how flat it is there."""
     figures: dict[Name, Panels] | None = None
     """File name to panels, each a list of metrics that share an axis; unset, one figure for each of `y`."""
 
@@ -39,11 +47,17 @@ class Report(StrictModel):
     def _metrics_exist(self) -> Self:
         for where, names in [
             ("y", self.y),
+            ("optimum", (self.optimum,) if self.optimum is not None else ()),
             *((f"figures.{k}", sum(v, ())) for k, v in (self.figures or {}).items()),
         ]:
             for name in names:
                 if name not in METRICS:
                     raise ValueError(f"report.{where} names an unknown metric {name!r}{nearest(name, list(METRICS))}")
+        if self.optimum is not None and larger_is_better(self.optimum) is None:
+            raise ValueError(
+                f"report.optimum {self.optimum!r} is neither a rate nor a time, so that its best value is not known: "
+                "choose one such as output_tokens_per_s"
+            )
         for key, panels in (self.figures or {}).items():
             if not panels:
                 raise ValueError(f"report.figures.{key} is empty: list the metrics that it shows, or leave it out")
