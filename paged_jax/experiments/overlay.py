@@ -1,6 +1,7 @@
 """Figures of several results on the same axes: what `paged-jax plot` draws."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from paged_jax.experiments.summary import SettingSummary, summarise
 from paged_jax.experiments.sweep import label_of, same, swept_keys
 from paged_jax.experiments.trials import TrialLog, flat, plain_config, plan
 
+_LETTERS_IN_A_NAME = 42
+"""So many fit beside a line's sample in the legend."""
 _ROWS_IN_A_PANEL = 2
 """So many rows of a legend have room in the height of a panel."""
 
@@ -96,6 +99,9 @@ def overlay(
     `metrics` are by default those that the reports of all results show, `x` the horizontal axis that they share.
     Raises ValueError, one sentence, before anything is drawn.
     """
+    for i, directory in enumerate(directories):
+        if directory in directories[:i]:
+            raise ValueError(f"{directory} is named twice: name each of the results once")
     results = [read_result(directory) for directory in directories]
     x = _shared_x(results, x)
     metrics = _shared_metrics(results, metrics)
@@ -135,13 +141,15 @@ def draw_overlay(results: Sequence[Result], names: Sequence[str], metric: str, x
             words = [name] * (len(results) > 1) + [label_of(dict(key))] * bool(key)
             points = sorted(points, key=lambda point: place[point.setting.values[x]])
             xs = [place[point.setting.values[x]] for point in points]
-            lines.append(Line(", ".join(words), xs, [point.metrics[metric].estimate for point in points]))
+            label = textwrap.fill(", ".join(words), _LETTERS_IN_A_NAME)
+            lines.append(Line(label, xs, [point.metrics[metric].estimate for point in points]))
     if len(lines) > MAX_LINES:
         raise ValueError(f"{len(lines)} lines cannot be told apart in one figure: name results that have {MAX_LINES}")
     draw_lines(lines, METRICS[metric].label, METRICS[metric], ax)
     ax.set_xlabel(axis_name(x))
     if len(lines) > 1:
-        figure.set_figheight(PANEL_HEIGHT_IN + LEGEND_ROW_IN * max(0, legend(ax) - _ROWS_IN_A_PANEL))
+        rows = legend(ax) + sum(line.label.count("\n") for line in lines)
+        figure.set_figheight(PANEL_HEIGHT_IN + LEGEND_ROW_IN * max(0, rows - _ROWS_IN_A_PANEL))
     return figure
 
 

@@ -226,7 +226,10 @@ def select(quantity: Quantity, sweep: Any, x: str | None) -> tuple[int, ...]:
         for one in _listed(value, swept[key]) if several else (value,):
             if not any(same(one, v) for v in swept[key]):
                 known = nearest(shown(one), [shown(v) for v in swept[key]])
-                raise ValueError(f"at.{key} is {shown(one)!r}, which is not one of the sweep's values{known}")
+                raise ValueError(
+                    f"at.{key} is {shown(one)!r}, which is not one of the sweep's values{known} "
+                    "(published=null runs without the comparison)"
+                )
     points = list(points_of(sweep))
     found = [i for i, point in enumerate(points) if _matches(point, quantity.at, several)]
     if not found:

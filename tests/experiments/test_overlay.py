@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from paged_jax.cli import main
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.overlay import comparability_notes, draw_overlay, name_results, overlay, read_result
-from paged_jax.experiments.plots import MAX_LINES
+from paged_jax.experiments.plots import MAX_LINES, STYLE
 from paged_jax.experiments.trials import TrialLog, plan, write_config
 
 RUN = {"git_commit": "abc", "git_diff": None, "versions": {}, "platform": "p", "device": {"kind": "cpu"}, "cpu": {}}
@@ -40,7 +41,8 @@ def lines(figure):
 
 def draw(paths, metric="wall_s", x="engine.block_size"):
     results = [read_result(path) for path in paths]
-    return draw_overlay(results, name_results(results), metric, x)
+    with matplotlib.rc_context(STYLE):
+        return draw_overlay(results, name_results(results), metric, x)
 
 
 def test_each_result_is_a_line_over_the_shared_axis(result):
@@ -86,6 +88,18 @@ def test_results_of_one_name_are_told_apart_by_what_differs(result):
     assert name_results([read_result(p) for p in twice]) == [str(p) for p in twice]
 
 
+def test_long_names_are_wrapped_inside_of_the_figure(result, recwarn):
+    paths = [result(f"{c * 30}/{c * 30}", name=f"{c * 30}-{c * 30} and more".replace(" ", "_")) for c in "ab"]
+    figure = draw([*paths, result("short", name="short")])
+    texts = figure.axes[0].get_legend().get_texts()
+    assert max(len(line) for text in texts for line in text.get_text().splitlines()) <= 42
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+    box = figure.axes[0].get_legend().get_window_extent()
+    assert (box.x0 >= 0, box.x1 <= figure.bbox.width, box.y1 <= figure.bbox.height) == (True, True, True)
+    assert not recwarn.list
+
+
 def test_metrics_are_by_default_those_that_all_reports_show(result, tmp_path):
     one = result("one", name="one", report={"y": ["wall_s", "steps", "ttft_s_p50"]})
     two = result("two", name="two", report={"y": ["ttft_s_p50", "wall_s"]})
@@ -128,6 +142,7 @@ def test_directories_that_hold_no_results_are_one_sentence(result, tmp_path):
         assert sentence in str(caught.value)
         assert not (tmp_path / "out").exists()
 
+    refused(f"{one} is named twice", one, one)
     refused("nowhere holds no results, there is no config.yaml: name what", one, tmp_path / "nowhere")
     part = result("part", keep=5)
     refused(f"{part} holds 5 of 12 trials: run tiny again to finish it", one, part)
