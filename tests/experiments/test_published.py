@@ -14,12 +14,13 @@ from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown,
 from paged_jax.experiments.report import write_reports
 from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import MetricSummary, SettingSummary
-from paged_jax.experiments.trials import plan, write_config
+from paged_jax.experiments.trials import check_same_experiment, plan, write_config
 
 LATENCY = "normalized_latency_s_per_token_mean"
 MAX, PAGED, ORACLE = ({"engine.allocator": name} for name in ("reserve_max", "paged", "reserve_oracle"))
 RATES = [1.0, 2.0, 4.0]
 FACTOR = {"paged": 0.2, "reserve_max": 0.6, "reserve_oracle": 0.3}
+ROW = {"name": "a", "metric": "wall_s", "at": {**PAGED, "workload.request_rate": 1.0}, "value": 1}
 
 
 @pytest.fixture
@@ -326,6 +327,15 @@ def test_the_section_survives_the_file_that_a_run_writes(make, tmp_path):
     assert load_experiment(tmp_path / "config.yaml") == config
 
 
+def test_what_was_published_makes_no_other_experiment(make, tmp_path):
+    write_config(make({**ROW, "value": 2}), tmp_path / "config.yaml")
+    config = make(ROW)
+    trials = plan(config)
+    check_same_experiment(config, trials, [trial.key for trial in trials], tmp_path)
+    with pytest.raises(ValueError, match="holds 1 trial of a different configuration: discard"):
+        check_same_experiment(config, trials, ["of another version"], tmp_path)
+
+
 def test_figure_pairs_paper_and_ours_by_what_is_on_their_axis(make, tmp_path):
     rows = [
         {"name": "a", "metric": "kv_token_states", "at": at("paged", 1.0), "value": 0.25},
@@ -342,9 +352,6 @@ def test_figure_pairs_paper_and_ours_by_what_is_on_their_axis(make, tmp_path):
     files = write_published_figure(comparison, "workload.request_rate", tmp_path)
     assert [f.name for f in files] == ["published.png", "published.pdf"]
     assert write_published_figure(compared(make(rows[-1])), None, tmp_path / "none") == []
-
-
-ROW = {"name": "a", "metric": "wall_s", "at": at("paged", 1.0), "value": 1}
 
 
 @pytest.mark.parametrize(
