@@ -60,6 +60,8 @@ _MODELLED = {
     "host_s": ("host", "launch", "block_tables"),
 }
 """Metrics of a simulated device, and the parts of `StepCost` that they add up."""
+SIZES = ("kv_page_bytes", "hidden_state_bytes", "hidden_bytes_per_token", "kv_projection_share")
+"""Metrics of a simulated model's shape."""
 _SUMMARIES = ("mean", "p50", "p95", "p99")
 
 KV_SHARES = (
@@ -113,6 +115,12 @@ METRICS: dict[str, Metric] = {
         "ratio",
         "slots of blocks in use that hold nothing and never will / slots of blocks in use, over time",
     ),
+    "tail_waste_tokens": Metric(
+        "unused slots of a request",
+        "tokens",
+        "slots of blocks in use that hold nothing and never will / running requests, over time; with several cache "
+        "groups counted as in peak_kv_tokens",
+    ),
     "peak_blocks": Metric("peak blocks in use", "blocks", "most blocks in use in a step, of all cache groups together"),
     "peak_kv_tokens": Metric(
         "peak token states",
@@ -161,12 +169,29 @@ METRICS: dict[str, Metric] = {
         "KV size of a token", "bytes", "keys and values of one token in all layers, on all devices; no padding of pages"
     ),
     "kv_block_bytes": Metric("KV block size", "bytes", "block_size * kv_bytes_per_token"),
+    "kv_page_bytes": Metric("KV page size", "bytes", "kv_block_bytes / layers; NaN for a real device"),
+    "hidden_state_bytes": Metric(
+        "hidden state of a token", "bytes", "what one layer hands to the next for one token; NaN for a real device"
+    ),
+    "hidden_bytes_per_token": Metric(
+        "hidden states of a token", "bytes", "inputs of all layers for one token; NaN for a real device"
+    ),
+    "kv_projection_share": Metric(
+        "key and value projections",
+        "ratio",
+        "multiplications that make a token's keys and values / all those with the layers' weights; NaN for a real "
+        "device",
+    ),
     "gemm_s": Metric("time in products", "s", "modelled time of matrix products, logits and collectives included"),
     "attention_s": Metric("time in attention", "s", "modelled time of attention"),
     "swap_s": Metric("time of swaps", "s", "modelled time of moving blocks to the host and back"),
     "host_s": Metric(
-        "time of the host", "s", "modelled time that the device waits for scheduling, launches and block tables"
+        "time of the host",
+        "s",
+        "modelled time that the device waits for scheduling, launches and block tables; of a real device, time in "
+        "which the host does not wait for it",
     ),
+    "host_share": Metric("host", "ratio", "host_s / time of all steps"),
     "compilations": Metric(
         "compilations",
         "",
@@ -188,13 +213,16 @@ def trial_metrics(
     block_size: int,
     kv_bytes_per_token: float,
     modelled: Mapping[str, float] | None = None,
+    sizes: Mapping[str, float] | None = None,
+    host_s: float = math.nan,
     compilations: int,
     warmup_compilations: int = 0,
     compile_s: float = 0.0,
 ) -> dict[str, float]:
     """All of `METRICS` for one trial that began at `start_time` seconds on the engine's clock.
 
-    `modelled`: seconds of all steps by the parts of `StepCost`; None for a real device.
+    Of a simulated device: `modelled`, seconds of all steps by the parts of `StepCost`, and `sizes`, see `model_sizes`.
+    Of a real one: `host_s`, the seconds of all steps in which the host did not wait for it.
     """
     if not requests or not len(steps):
         raise ValueError("a trial without finished requests or steps has no metrics")
@@ -203,6 +231,7 @@ def trial_metrics(
     prompt = sum(samples[0].num_prompt_tokens for samples in prompts)
     output = sum(r.num_output_tokens for r in requests)
     hits = sum(samples[0].metrics.num_cached_tokens for samples in prompts)
+    times = modelled_times(modelled) | ({"host_s": host_s} if modelled is None else {})
     truncated = sum(any(r.num_output_tokens < r.max_tokens for r in samples) for samples in prompts)
     return {
         "wall_s": wall,
@@ -224,7 +253,9 @@ def trial_metrics(
         "num_blocks": num_blocks,
         "kv_bytes_per_token": kv_bytes_per_token,
         "kv_block_bytes": kv_bytes_per_token * block_size,
-        **modelled_times(modelled),
+        **(sizes or dict.fromkeys(SIZES, math.nan)),
+        **times,
+        "host_share": times["host_s"] / float(steps.durations.sum()),
         "compilations": compilations,
         "warmup_compilations": warmup_compilations,
         "compile_s": compile_s,
@@ -266,17 +297,20 @@ def kv_usage(steps: StepTable) -> dict[str, float]:
 
     With d the duration of a step and n, r, f, x, c, e its slots of token states, reserved, internal and external
     fragmentation, cached and free, each share is sum(d * part) / sum(d * (n + r + f + x + c + e)), and
-    internal_fragmentation is sum(d * f) / sum(d * (n + r + f)). With b its blocks in use and t the entries of all
-    block tables, sharing_saving is 1 - sum(d * b) / sum(d * t).
+    internal_fragmentation is sum(d * f) / sum(d * (n + r + f)). With q its running requests, tail_waste_tokens is
+    sum(d * f) / sum(d * q). With b its blocks in use and t the entries of all block tables, sharing_saving is
+    1 - sum(d * b) / sum(d * t).
     """
     duration = steps.durations
     held = np.array([duration @ steps[name.removeprefix("kv_")] for name in KV_SHARES])
     in_use = float(held[:3].sum())  # token states, reserved, internal fragmentation
+    running = float(duration @ steps["num_running"])
     shares = (held / held.sum()).tolist()
     entries = float(duration @ steps["block_table_entries"])
     return {
         **dict(zip(KV_SHARES, shares, strict=True)),
         "internal_fragmentation": float(held[2]) / in_use if in_use else math.nan,
+        "tail_waste_tokens": float(held[2]) / running if running else math.nan,
         "sharing_saving": 1 - float(duration @ steps["blocks_in_use"]) / entries if entries else math.nan,
         "peak_blocks": int(steps["blocks_in_use"].max()),
         "peak_kv_tokens": int(steps["token_states"].max()),

@@ -16,12 +16,15 @@ from paged_jax.experiments.config import ExperimentConfig, Setting
 from paged_jax.experiments.environment import describe_host
 from paged_jax.experiments.measurements import run_workload
 from paged_jax.experiments.metrics import trial_metrics
+from paged_jax.experiments.model_sizes import model_sizes
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.run_log import RunLog
 from paged_jax.experiments.trials import Trial, TrialLog, trial_record
 from paged_jax.experiments.workloads import check_fits, make_workload
 from paged_jax.simulation.cost_model import StepCost
-from paged_jax.simulation.engines import simulated_engine
+from paged_jax.simulation.engines import dtypes, simulated_engine
+from paged_jax.simulation.hardware import load_hardware
+from paged_jax.simulation.shapes import find_shape
 
 
 def run_simulated(
@@ -88,10 +91,17 @@ def simulate(trial: Trial) -> dict[str, Any]:
         num_blocks=executor.num_blocks,
         block_size=setting.engine.block_size,
         kv_bytes_per_token=executor.kv_bytes_per_token,
+        sizes=_sizes(setting),
         modelled=dict(zip(StepCost._fields, executor.modelled_seconds, strict=True)),
         compilations=executor.num_compilations,
     )
     return trial_record(trial, requests, metrics)
+
+
+def _sizes(setting: Setting) -> dict[str, float]:
+    shape = find_shape(setting.model)
+    dtype, kv_dtype = dtypes(setting.engine, load_hardware(str(setting.hardware)), shape)
+    return model_sizes(shape, dtype=dtype, kv_dtype=kv_dtype, block_size=setting.engine.block_size)
 
 
 def _engine(setting: Setting) -> Any:

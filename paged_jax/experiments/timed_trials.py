@@ -15,6 +15,7 @@ from paged_jax.checkpoints.resolve import prepare, resolve
 from paged_jax.config import EngineConfig
 from paged_jax.engine.engine import Arrival
 from paged_jax.experiments.config import ExperimentConfig
+from paged_jax.experiments.device_wait import timed_waits
 from paged_jax.experiments.environment import available_memory, describe
 from paged_jax.experiments.measurements import run_workload
 from paged_jax.experiments.memory import check_memory
@@ -145,7 +146,8 @@ def _run_trial(warm: _WarmEngine, trial: Trial) -> dict[str, Any]:
     executor = warm.engine.executor
     arrivals = _workload(warm.engine, trial)
     compiled = executor.num_compilations
-    requests, steps, start = run_workload(warm.engine, arrivals)
+    with timed_waits(warm.engine) as wait:
+        requests, steps, start = run_workload(warm.engine, arrivals)
     metrics = trial_metrics(
         requests,
         steps,
@@ -153,6 +155,7 @@ def _run_trial(warm: _WarmEngine, trial: Trial) -> dict[str, Any]:
         num_blocks=executor.num_blocks,
         block_size=trial.setting.engine.block_size,
         kv_bytes_per_token=executor.kv_bytes_per_token,
+        host_s=float(steps.durations.sum()) - wait.seconds,
         compilations=executor.num_compilations - compiled,
         warmup_compilations=warm.compilations,
         compile_s=warm.compile_s,

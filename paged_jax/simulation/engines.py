@@ -26,8 +26,7 @@ def simulated_engine(model: str, hardware: str, config: EngineConfig, *, clock: 
     """
     check_simulated(config)
     shape, device = find_shape(model), load_hardware(hardware)
-    dtype = config.dtype if config.dtype != "auto" else ("float32" if device.kind == "cpu" else shape.dtype)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    dtype, kv_dtype = dtypes(config, device, shape)
     # a trace may ask for longer requests than the model was trained for: their time is as well known
     max_model_len = config.max_model_len or shape.max_position_embeddings
     cost = CostModel(
@@ -60,6 +59,12 @@ def simulated_engine(model: str, hardware: str, config: EngineConfig, *, clock: 
         vocab_size=shape.vocab_size,
         eos_token_ids=(),
     )
+
+
+def dtypes(config: EngineConfig, device: Hardware, shape: ModelShape) -> tuple[str, str]:
+    """Types of weights and activations, and of KV pages, for which the config may leave the choice."""
+    dtype = config.dtype if config.dtype != "auto" else ("float32" if device.kind == "cpu" else shape.dtype)
+    return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def check_simulated(config: EngineConfig) -> None:

@@ -27,6 +27,7 @@ def test_the_models():
     }
     assert {entry.name for entry in entries() if entry.config is None} == {
         "deepseek-v2",
+        "deepseek-v2-mha",
         "deepseek-v3",
         "mixtral-8x7b",
         "opt-13b",

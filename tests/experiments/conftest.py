@@ -21,6 +21,9 @@ class FakeExecutor:
         self.num_blocks = FakeEngine.num_blocks
         self.kv_bytes_per_token = 1.0
 
+    def submit(self, plan: object) -> None:
+        raise AssertionError("FakeEngine makes up its steps")
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None, *, moves: bool = True) -> None:
         self.can_move = moves
         for done in range(1, 3):
