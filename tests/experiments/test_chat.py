@@ -85,6 +85,13 @@ def test_a_limit_cuts_conversations_and_changes_nothing_else():
         assert [t.params for t in after] == [t.params for t in fits]
 
 
+@pytest.mark.parametrize(("limit", "turns"), [(20, 1), (39, 2), (40, 3), (41, 3), (70, 6), (None, 6)])
+def test_a_conversation_may_be_just_as_long_as_its_limit(limit, turns):
+    ten = {name: Lengths(value=5, law="constant") for name in ("message", "output")}
+    spec = CHAT.model_copy(update={**ten, "turns": Lengths(value=6, law="constant"), "max_conversation_len": limit})
+    assert {len(c) for c in conversations(make_workload(spec, 0, None, 100))} == {turns}
+
+
 def test_users_and_priorities_are_those_of_conversations():
     arrivals = make_workload(CHAT.model_copy(update={"users": 4, "priorities": 5}), 0, None, 1000)
     for turns in conversations(arrivals):

@@ -76,6 +76,8 @@ def test_examples_of_a_task_have_lengths_of_their_own():
     assert len({len(p) for p in drawn}) == 1  # all have the same four examples, and a question of seven
     assert len({p[:-7] for p in drawn}) == 1
     assert len({len(prompts(spec, seed)[0]) for seed in range(8)}) > 4
+    lengths = sorted({len(p) for p in prompts(spec.model_copy(update={"min_shots": 0, "num_requests": 99}))})
+    assert len({long - short for short, long in itertools.pairwise(lengths)}) > 1
 
 
 @pytest.mark.parametrize(("depth", "branching", "trees"), [(3, 3, 2), (1, 5, 1), (4, 1, 3), (5, 2, 1)])

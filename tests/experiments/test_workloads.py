@@ -364,6 +364,13 @@ def test_keys_inside_of_optional_parts_can_be_swept():
     assert [len(make_workload(point.workload, 0, None, 100)) for point in points] == [3, 5]
 
 
+def test_lengths_that_may_be_unset_are_lognormal_too():
+    values = {"kind": "trace", "format": "prompts", "file": "prompts.jsonl", "output": {"mean": 20.0, "max": 50}}
+    with pytest.raises(ValueError, match=r"^output: .*law 'lognormal' needs sigma"):
+        parse(TraceWorkload, values)
+    assert parse(TraceWorkload, {**values, "output": {"value": 9, "law": "constant"}}).output.longest == 9
+
+
 def test_salts_want_users():
     with pytest.raises(ValueError, match=r"^cache_salts keeps the prefixes of users apart.*: set users, too$"):
         parse(SyntheticWorkload, {**LOGNORMAL.model_dump(), "cache_salts": True})
