@@ -140,7 +140,7 @@ class Calibrate:
         comments = (
             f"{machine.device_kind}, measured by `paged-jax calibrate` with {self.model} in {machine.dtype}: peaks are "
             "the best that was seen,",
-            f"efficiencies and step_launch_s are fitted, all else is that of {base.name}.",
+            f"efficiencies are fitted, all else is that of {base.name}.",
         )
         return fitted, samples, MEASURED_STAGES, comments
 

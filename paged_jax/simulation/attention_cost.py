@@ -65,8 +65,9 @@ class AttentionCost:
                 contexts = [max(contexts)] * max(padded_rows, len(contexts))
             unit, tile, window = self._unit, self._tile, self._window
             if window is None:
-                units = sum([-(-context // unit) for context in contexts])
-                compute = self._tile_s * sum([-(-context // tile) for context in contexts])
+                round_up, round_up_tile = unit - 1, tile - 1
+                units = sum([(context + round_up) // unit for context in contexts])
+                compute = self._tile_s * sum([(context + round_up_tile) // tile for context in contexts])
             else:
                 units = sum([self._units(context, context - 1) for context in contexts])
                 compute = self._tile_s * sum([-(-min(context, window) // tile) for context in contexts])

@@ -94,7 +94,12 @@ def _fit_stage(hardware: Hardware, samples: Sequence[Sample], stage: Stage) -> H
         return np.log([s.predict(candidate) for s in samples]) - measured
 
     found = least_squares(
-        residuals, np.ones(len(start)), bounds=(low / start, high / start), loss="soft_l1", f_scale=OUTLIER
+        residuals,
+        np.ones(len(start)),
+        bounds=(low / start, high / start),
+        loss="soft_l1",
+        f_scale=OUTLIER,
+        x_scale="jac",
     )
     return _with(hardware, parameters, found.x * start)
 
