@@ -31,7 +31,7 @@ def parse_json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where} is no whole JSON value ({error.msg}, character {error.pos + 1}): "
-            "fetch the file again if it was cut short, or mend it"
+            "fetch the file again if it was cut short, mend it, or choose the workload.format that fits"
         ) from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
