@@ -277,11 +277,14 @@ def test_a_bad_value_is_one_sentence(raw_experiment, change, sentence):
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+EXPERIMENTS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "hardware"]
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.name)
 def test_experiments_that_come_with_the_repository_can_run(file):
     config = load_experiment(file)
-    assert config.name == file.stem
-    assert len(settings(config)) > 1
+    assert config.name.endswith(file.stem)
+    assert settings(config)
 
 
 BAD_FILES = [
