@@ -283,7 +283,7 @@ EXPERIMENTS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.n
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.name)
 def test_experiments_that_come_with_the_repository_can_run(file):
     config = load_experiment(file)
-    assert config.name.endswith(file.stem)
+    assert config.name.replace("-", "_").endswith(file.stem)
     assert settings(config)
 
 
