@@ -364,6 +364,18 @@ def test_keys_inside_of_optional_parts_can_be_swept():
     assert [len(make_workload(point.workload, 0, None, 100)) for point in points] == [3, 5]
 
 
+def test_a_trace_has_its_own_times_unless_others_take_their_place():
+    spec = parse(TraceWorkload, {**SPECS["trace"].model_dump(), "format": "azure"})
+    spec = spec.model_copy(update={"stand_in": spec.stand_in.model_copy(update={"request_rate": 2.0})})
+    own = [a.time for a in make_workload(spec, 0, None, 100)]
+    assert own[0] == 0
+    assert own == sorted(set(own))
+    assert 10 < own[-1] < 40  # 40 requests at 2 a second
+    other = make_workload(spec.model_copy(update={"num_clients": 4, "think_time_s": 1.0}), 0, None, 100)
+    assert [a.time for a in other] == [0.0] * 4 + [1.0] * (len(other) - 4)
+    assert [a.after for a in other[4:]] == [a.request_id for a in other[:-4]]
+
+
 def test_lengths_that_may_be_unset_are_lognormal_too():
     values = {"kind": "trace", "format": "prompts", "file": "prompts.jsonl", "output": {"mean": 20.0, "max": 50}}
     with pytest.raises(ValueError, match=r"^output: .*law 'lognormal' needs sigma"):
