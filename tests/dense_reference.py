@@ -56,6 +56,10 @@ class DenseReference:
             tokens.append(int(np.argmax(scores)))
         return tuple(tokens[len(prompt) :]), gap
 
+    def _stored(self, rows: np.ndarray) -> np.ndarray:
+        """What is left of keys or values [T, heads, head_dim] in the cache: all of them."""
+        return rows
+
     def _attention(self, attention: object, x: np.ndarray, window: int | None) -> np.ndarray:
         """Token i sees min(i + 1, window) tokens, the last of which is itself."""
         config, length = self._config, len(x)
@@ -63,6 +67,7 @@ class DenseReference:
         k = _linear(attention.k_proj, x).reshape(length, config.num_kv_heads, config.head_dim)
         v = _linear(attention.v_proj, x).reshape(length, config.num_kv_heads, config.head_dim)
         q, k = _rotate(q, config), _rotate(k, config)
+        k, v = self._stored(k), self._stored(v)
         age = np.arange(length)[:, None] - np.arange(length)
         hidden = (age < 0) | (age >= (length if window is None else window))
         group = config.num_heads // config.num_kv_heads
