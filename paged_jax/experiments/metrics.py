@@ -60,8 +60,15 @@ _MODELLED = {
     "host_s": ("host", "launch", "block_tables"),
 }
 """Metrics of a simulated device, and the parts of `StepCost` that they add up."""
-SIZES = ("kv_page_bytes", "hidden_state_bytes", "hidden_bytes_per_token", "kv_projection_share")
-"""Metrics of a simulated model's shape."""
+SIZES = (
+    "kv_page_bytes",
+    "hidden_state_bytes",
+    "hidden_bytes_per_token",
+    "kv_projection_share",
+    "page_efficiency",
+    "scalar_memory_use",
+)
+"""Metrics of a simulated model's shape, and of its pages on the simulated device."""
 _SUMMARIES = ("mean", "p50", "p95", "p99")
 
 KV_SHARES = (
@@ -182,6 +189,19 @@ METRICS: dict[str, Metric] = {
         "multiplications that make a token's keys and values / all those with the layers' weights; NaN for a real "
         "device",
     ),
+    "page_efficiency": Metric(
+        "page efficiency",
+        "ratio",
+        "time that contiguous memory would take to read a page's bytes / time that the page takes; NaN for a real "
+        "device",
+    ),
+    "scalar_memory_use": Metric(
+        "block table in scalar memory",
+        "ratio",
+        "4 * max_num_seqs * blocks of max_model_len tokens / scalar memory of the device: a kernel that keeps the "
+        "whole table there cannot have more than 1; NaN for a device that reads tables from main memory, and for a "
+        "real one",
+    ),
     "gemm_s": Metric("time in products", "s", "modelled time of matrix products, logits and collectives included"),
     "attention_s": Metric("time in attention", "s", "modelled time of attention"),
     "swap_s": Metric("time of swaps", "s", "modelled time of moving blocks to the host and back"),
@@ -221,7 +241,7 @@ def trial_metrics(
 ) -> dict[str, float]:
     """All of `METRICS` for one trial that began at `start_time` seconds on the engine's clock.
 
-    Of a simulated device: `modelled`, seconds of all steps by the parts of `StepCost`, and `sizes`, see `model_sizes`.
+    Of a simulated device: `modelled`, seconds of all steps by the parts of `StepCost`, and `sizes`, those of `SIZES`.
     Of a real one: `host_s`, the seconds of all steps in which the host did not wait for it.
     """
     if not requests or not len(steps):
@@ -336,6 +356,11 @@ def step_counts(steps: StepTable) -> dict[str, float]:
         "padded_tokens": padded,
         "padding_fraction": padded / (computed + padded),
     }
+
+
+def block_table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Bytes of one cache group's table as a compiled step has it: a row for each request, room for the longest."""
+    return BLOCK_TABLE_ENTRY_BYTES * max_num_seqs * -(-max_model_len // block_size)
 
 
 def modelled_times(parts: Mapping[str, float] | None) -> dict[str, float]:

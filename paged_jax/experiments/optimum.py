@@ -3,12 +3,28 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
 
 from paged_jax.experiments.config import ExperimentConfig
-from paged_jax.experiments.metrics import METRICS
+from paged_jax.experiments.metrics import METRICS, Metric
+from paged_jax.experiments.plots import (
+    PANEL_HEIGHT_IN,
+    STYLE,
+    WIDTH_IN,
+    Line,
+    axis_name,
+    draw_lines,
+    legend,
+    place_x,
+    save,
+)
 from paged_jax.experiments.report_spec import larger_is_better
+from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import SettingSummary
-from paged_jax.experiments.sweep import shown, unit_of
+from paged_jax.experiments.sweep import label_of, shown, unit_of
 from paged_jax.experiments.tables import Table, number
 
 PERCENTS = (1, 5)
@@ -51,17 +67,12 @@ def find_optimum(
 
 def optimum_table(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -> Table:
     """For each series the best x by `report.optimum`, and the ranges of x that lose little; means over seeds."""
-    metric, x = config.report.optimum, config.x
-    assert metric is not None
-    assert x is not None
-    series: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for summary in summaries:
-        values = summary.setting.values
-        key = tuple(shown(values[k]) for k in config.series_keys)
-        series.setdefault(key, []).append((values[x], summary.metrics[metric].estimate.mean))
-    found = {key: find_optimum(points, larger=bool(larger_is_better(metric))) for key, points in series.items()}
+    metric, name, unit_of_x = config.report.optimum or "", _x(config).rpartition(".")[2], unit_of(_x(config))
+    found = {
+        tuple(map(shown, key)): find_optimum(points, larger=bool(larger_is_better(metric)))
+        for key, points in _series(config, summaries).items()
+    }
     factor, unit = METRICS[metric].display([best.value for best in found.values() if best is not None])
-    name = x.rpartition(".")[2]
     return Table(
         f"{config.name}: best {name} by {METRICS[metric].label}, and how far from it the loss stays small",
         (
@@ -70,9 +81,54 @@ def optimum_table(config: ExperimentConfig, summaries: Sequence[SettingSummary])
             METRICS[metric].label,
             *(f"within {percent} %" for percent in PERCENTS),
         ),
-        (*("" for _ in config.series_keys), unit_of(x), unit, *(unit_of(x) for _ in PERCENTS)),
+        (*("" for _ in config.series_keys), unit_of_x, unit, *(unit_of_x for _ in PERCENTS)),
         tuple((*key, *_cells(best, factor)) for key, best in found.items()),
     )
+
+
+def write_optimum_figure(config: ExperimentConfig, summaries: Sequence[SettingSummary], directory: Path) -> list[Path]:
+    """Write optimum.png and optimum.pdf: how much each series loses away from its best x; returns the files."""
+    with matplotlib.rc_context(STYLE):
+        return save(draw_optimum(config, summaries), directory, "optimum")
+
+
+def draw_optimum(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -> Figure:
+    """Each series as a share of its own best value, so that series of all magnitudes show how flat they are."""
+    metric = METRICS[config.report.optimum or ""]
+    larger = bool(larger_is_better(config.report.optimum or ""))
+    figure = Figure(figsize=(WIDTH_IN, PANEL_HEIGHT_IN), layout="constrained")
+    ax = figure.subplots()
+    place = place_x(list(dict.fromkeys(s.setting.values[_x(config)] for s in summaries)), ax)
+    lines = []
+    for key, points in _series(config, summaries).items():
+        best = find_optimum(points, larger=larger)
+        values = dict(zip(config.series_keys, key, strict=True))
+        label = label_of({k: values[k] for k in config.legend_keys}) if values else metric.label
+        shares = [value / best.value if best else math.nan for _, value in points]
+        lines.append(Line(label, [place[x] for x, _ in points], [Estimate(share, math.nan) for share in shares]))
+    draw_lines(lines, f"{metric.label}, of the best", Metric("", "ratio", ""), ax)
+    if len(lines) > 1:
+        legend(ax)
+    ax.set_xlabel(axis_name(_x(config)))
+    return figure
+
+
+def _x(config: ExperimentConfig) -> str:
+    assert config.x is not None  # `ExperimentConfig` refuses an optimum without it
+    return config.x
+
+
+def _series(
+    config: ExperimentConfig, summaries: Sequence[SettingSummary]
+) -> dict[tuple[object, ...], list[tuple[float, float]]]:
+    """(x, mean over seeds) of each series, by the values of its keys."""
+    series: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for summary in summaries:
+        values = summary.setting.values
+        key = tuple(values[k] for k in config.series_keys)
+        mean = summary.metrics[config.report.optimum or ""].estimate.mean
+        series.setdefault(key, []).append((values[_x(config)], mean))
+    return series
 
 
 def _is_near(value: float, best: float, percent: float, larger: bool) -> bool:

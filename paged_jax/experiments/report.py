@@ -10,7 +10,7 @@ from typing import Any
 from paged_jax.experiments.config import ExperimentConfig, Setting, settings
 from paged_jax.experiments.environment import CODE, COMPARABLE, read_runs
 from paged_jax.experiments.metrics import METRICS
-from paged_jax.experiments.optimum import optimum_table
+from paged_jax.experiments.optimum import optimum_table, write_optimum_figure
 from paged_jax.experiments.plots import write_figures
 from paged_jax.experiments.published import compare
 from paged_jax.experiments.published_plot import can_be_drawn, write_published_figure
@@ -38,6 +38,7 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     if comparison is not None:
         (directory / "published.csv").write_text(as_csv(comparison), encoding="utf-8")
     figures = [] if config.x is None else list(config.report.panels)
+    figures += ["optimum"] if config.report.optimum is not None else []
     figures += ["published"] if comparison and any(map(can_be_drawn, comparison.rows)) else []
     markdown = [
         f"# {config.name}",
@@ -59,6 +60,8 @@ def write_reports(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]
     latex += [as_latex(comparison)] if comparison else []
     (directory / "summary.tex").write_text("\n".join(latex), encoding="utf-8")
     write_figures(config, summaries, directory / "figures")  # last: the numbers are safe if drawing fails
+    if config.report.optimum is not None:
+        write_optimum_figure(config, summaries, directory / "figures")
     if comparison is not None:
         write_published_figure(comparison, config.x, directory / "figures")
     text = "\n".join([*(table.terminal() for table in tables), *(f"* {note}" for note in notes)])

@@ -4,6 +4,7 @@ Nothing here depends on the clock of this machine, on the order of trials or on 
 the same lines, to the last digit.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from paged_jax.config import POLICIES
 from paged_jax.experiments.config import ExperimentConfig, Setting
 from paged_jax.experiments.environment import describe_host
 from paged_jax.experiments.measurements import run_workload
-from paged_jax.experiments.metrics import trial_metrics
+from paged_jax.experiments.metrics import block_table_bytes, trial_metrics
 from paged_jax.experiments.model_sizes import model_sizes
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.run_log import RunLog
@@ -91,17 +92,22 @@ def simulate(trial: Trial) -> dict[str, Any]:
         num_blocks=executor.num_blocks,
         block_size=setting.engine.block_size,
         kv_bytes_per_token=executor.kv_bytes_per_token,
-        sizes=_sizes(setting),
+        sizes=_sizes(setting, engine),
         modelled=dict(zip(StepCost._fields, executor.modelled_seconds, strict=True)),
         compilations=executor.num_compilations,
     )
     return trial_record(trial, requests, metrics)
 
 
-def _sizes(setting: Setting) -> dict[str, float]:
-    shape = find_shape(setting.model)
-    dtype, kv_dtype = dtypes(setting.engine, load_hardware(str(setting.hardware)), shape)
-    return model_sizes(shape, dtype=dtype, kv_dtype=kv_dtype, block_size=setting.engine.block_size)
+def _sizes(setting: Setting, engine: Any) -> dict[str, float]:
+    shape, device, config = find_shape(setting.model), load_hardware(str(setting.hardware)), setting.engine
+    dtype, kv_dtype = dtypes(config, device, shape)
+    table = block_table_bytes(config.max_num_seqs, engine.max_model_len, config.block_size)
+    return {
+        **model_sizes(shape, dtype=dtype, kv_dtype=kv_dtype, block_size=config.block_size),
+        "page_efficiency": engine.executor.cost.page_efficiency,
+        "scalar_memory_use": table / device.scalar_memory_bytes if device.scalar_memory_bytes else math.nan,
+    }
 
 
 def _engine(setting: Setting) -> Any:

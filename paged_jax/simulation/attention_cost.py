@@ -49,7 +49,10 @@ class AttentionCost:
         copies = kv_heads if hardware.kind == "gpu" else 1
         overhead = 0 if contiguous else copies * hardware.page_overhead_bytes
         bandwidth = hardware.memory_bandwidth * hardware.attention_bandwidth_efficiency
-        self._unit_s = (self._unit * token_bytes + overhead) / bandwidth
+        copied = self._unit * token_bytes + overhead
+        self._unit_s = copied / bandwidth
+        self.page_efficiency = self._unit * token_bytes / copied
+        """Of the time in which a decode reads a full page, the share that contiguous memory would take."""
         peak = hardware.flops(dtype) * hardware.attention_flops_efficiency
         self._tile_s = self._tile * decode_flops / peak
         self._pair_s, self._expand_s = chunk_flops / peak, expand_flops / peak

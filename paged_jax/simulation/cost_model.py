@@ -113,6 +113,11 @@ class CostModel:
         """Bytes of the weights that each device holds."""
         return split(self._shape.num_parameters * self._bytes, self._tp)
 
+    @property
+    def page_efficiency(self) -> float:
+        """Of the time in which a decode reads a full page, the share that contiguous memory would take."""
+        return self._attention[0][1].page_efficiency
+
     def seconds(self, plan: SchedulerOutput, padded_tokens: int, padded_rows: int) -> float:
         """Seconds of the step: `step(...).total`."""
         return sum(self._parts(plan, padded_tokens, padded_rows))

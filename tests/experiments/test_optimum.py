@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paged_jax.experiments.config import experiment_from_dict
 from paged_jax.experiments.metrics import METRICS
-from paged_jax.experiments.optimum import Optimum, find_optimum, optimum_table
+from paged_jax.experiments.optimum import Optimum, draw_optimum, find_optimum, optimum_table, write_optimum_figure
 from paged_jax.experiments.report import make_tables
 from paged_jax.experiments.summary import summarise
 from paged_jax.experiments.trials import plan
@@ -119,3 +119,21 @@ def test_x_must_be_numbers(raw_experiment):
     raw_experiment["report"] = {"y": ["wall_s"], "optimum": "wall_s"}
     with pytest.raises(ValueError, match="optimum needs numbers on the horizontal axis, got"):
         experiment_from_dict(raw_experiment)
+
+
+def test_the_figure_shows_each_series_as_a_share_of_its_best(raw, tmp_path):
+    sizes = sorted(raw["sweep"]["engine.block_size"])
+    config = experiment_from_dict(raw)
+
+    def value(values):
+        return values["engine.block_size"] * values["workload.request_rate"]
+
+    records = [{"key": t.key, "metrics": dict.fromkeys(METRICS, value(t.setting.values))} for t in plan(config)]
+    summaries = summarise(config, records)
+    (ax,) = draw_optimum(config, summaries).axes
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["request_rate=1.0", "request_rate=2.0"]
+    for container in ax.containers:
+        assert list(container.lines[0].get_xdata()) == sizes
+        assert list(container.lines[0].get_ydata()) == pytest.approx([100 * size / max(sizes) for size in sizes])
+    assert ax.get_ylabel() == "output throughput, of the best (%)"
+    assert [file.name for file in write_optimum_figure(config, summaries, tmp_path)] == ["optimum.png", "optimum.pdf"]
