@@ -36,10 +36,10 @@ class Calibrate:
         "this-machine.yaml"
     )
     """Hardware file that is written."""
-    base: str | None = None
+    base: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Hardware whose other constants are kept; unset, this-cpu, or a100-80gb with profiles."""
     profiles: Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Fit these measurements (Vidur's mlp.csv and attention.csv) in place of this machine; needs --base's datasheet."""
+    """Fit these measurements (Vidur's mlp.csv and attention.csv) in place of this machine; --base is their device."""
     block_sizes: tuple[int, ...] = (16, 1, 128)
     """Page sizes that are measured, the first one most of all."""
     repeats: int = 5
@@ -115,6 +115,11 @@ class Calibrate:
         with tqdm(bar_format=BAR_FORMAT, leave=False) as bar:
             bar.set_description_str(f"loading {self.model}")
             machine = Machine(self.model)
+            if machine.platform != base.kind:
+                raise ValueError(
+                    f"this machine's device is a {machine.platform.upper()}, and --base {base.name} is a "
+                    f"{base.kind.upper()}: give one of its kind"
+                )
             chosen = points(self.block_sizes, machine.longest, self.seed)
             bar.reset(total=len(chosen) * (self.repeats + 1) + 2)
             bar.set_description_str("peaks")
@@ -131,7 +136,6 @@ class Calibrate:
         flops, bandwidth = (max(values) for values in zip(*probes, strict=True))
         known = {
             "name": Path(self.output).stem,
-            "kind": machine.platform,
             "memory_bandwidth": bandwidth,
             "peak_flops": {**base.peak_flops, machine.dtype: flops},
         }

@@ -81,7 +81,7 @@ def cross_check_table(rows: list[Compared]) -> str:
 
 
 def _measured(engine: Engine, seed: int) -> dict[str, float]:
-    spec = parse(SyntheticWorkload, SyntheticWorkload.with_laws(WORKLOAD))
+    spec = parse(SyntheticWorkload, WORKLOAD)
     arrivals = make_workload(spec, seed, None, engine.vocab_size)
     requests, steps, start = run_workload(engine, arrivals)
     output = sum(request.num_output_tokens for request in requests)

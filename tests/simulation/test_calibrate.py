@@ -140,8 +140,8 @@ class TestThisMachine:
         sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,)}  # one program to compile
         monkeypatch.setattr(module, "ENGINE", {**sizes, "max_model_len": 256, "num_blocks": 64})
         monkeypatch.setitem(module.WORKLOAD, "num_requests", 3)
-        monkeypatch.setitem(module.WORKLOAD, "prompt", {"mean": 10, "max": 20})
-        monkeypatch.setitem(module.WORKLOAD, "output", {"mean": 5, "max": 10})
+        monkeypatch.setitem(module.WORKLOAD, "prompt", {"mean": 10, "sigma": 0.5, "max": 20})
+        monkeypatch.setitem(module.WORKLOAD, "output", {"mean": 5, "sigma": 0.5, "max": 10})
         runs = []
         rows = cross_check("tiny-llama", "this-cpu", repeats=2, on_run=lambda: runs.append(1))
         assert len(runs) == 2
@@ -184,6 +184,10 @@ class TestCommand:
         assert found.elementwise_bandwidth_efficiency == pytest.approx(0.4, rel=0.02)
         assert found.attention_decode_s == pytest.approx(3e-5, rel=0.05)
         assert found.attention_saturation_tokens == pytest.approx(300, rel=0.1)
+
+    def test_a_base_of_another_kind(self, tmp_path):
+        with pytest.raises(ValueError, match="this machine's device is a CPU, and --base h200 is a GPU"):
+            Calibrate(model="tiny-llama", base="h200", output=str(tmp_path / "x.yaml"))()
 
     def test_what_is_refused(self, tmp_path):
         with pytest.raises(UsageError, match="--repeats must be 1 or more"):
