@@ -277,6 +277,20 @@ class TestTensorParallelism:
         assert two.attention == one.attention / 2
         assert model(tensor_parallel_size=2).weight_bytes() == small_shape().num_parameters * 4 // 2
 
+    def test_each_device_moves_its_share_of_a_page(self):
+        plan = SchedulerOutput(copies=(((1, 2),),), swap_outs=[Swap(SimpleNamespace(), ((1, 2, 3),), ((4, 5, 6),))])
+        one, two, four = (cost(plan, tensor_parallel_size=tp) for tp in (1, 2, 4))
+        assert (two.copies, two.swaps) == (one.copies / 2, one.swaps / 2) == (four.copies, four.swaps)
+        latent = small_shape(
+            head_dim=12, num_kv_heads=4, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8
+        )
+        whole = cost(plan, shape=latent, tensor_parallel_size=4)
+        assert whole.copies == pytest.approx(2 * 2 * 16 * 20 * 4 / 1e9)
+        assert whole.swaps == pytest.approx(3 * 2 * 16 * 20 * 4 / 1e6)
+        # a latent is one piece, not a key and a value
+        slow = cost(plan, round_hardware(host_link_latency_s=1.0), latent)
+        assert slow.swaps - whole.swaps == pytest.approx(3 * 2)
+
     def test_a_kv_head_is_not_divided(self):
         four = cost(decoding(99), tensor_parallel_size=4)
         assert four.attention == cost(decoding(99), tensor_parallel_size=2).attention
