@@ -17,7 +17,7 @@ from paged_jax.experiments.published_plot import can_be_drawn, write_published_f
 from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal
 from paged_jax.experiments.request_traces.workload import workload_notes
 from paged_jax.experiments.summary import MetricSummary, SettingSummary, summarise, to_frame
-from paged_jax.experiments.sweep import shown
+from paged_jax.experiments.sweep import name_of, shown
 from paged_jax.experiments.tables import Table, deviation, with_interval
 from paged_jax.experiments.trials import Trial
 
@@ -115,7 +115,7 @@ def _table(
     }
     return Table(
         title,
-        (*(key.rpartition(".")[2] for key in swept), *(METRICS[name].label for name in columns)),
+        (*map(name_of, swept), *(METRICS[name].label for name in columns)),
         (*("" for _ in swept), *(unit for _, unit in columns.values())),
         tuple(
             (
@@ -199,7 +199,7 @@ def _simulation_note(config: ExperimentConfig) -> str:
 def _workload_notes(config: ExperimentConfig) -> list[str]:
     """What had to be made of the recorded requests, or stood in for them."""
     workloads = dict.fromkeys(point.workload for point in settings(config))
-    return list(dict.fromkeys(n for work in workloads for seed in config.seeds for n in workload_notes(work, seed)))
+    return list(dict.fromkeys(note for workload in workloads for note in workload_notes(workload)))
 
 
 def _compilation_note(records: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
