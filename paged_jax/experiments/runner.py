@@ -12,6 +12,7 @@ from paged_jax.experiments.environment import git_state, read_runs
 from paged_jax.experiments.lock import locked
 from paged_jax.experiments.report import write_reports
 from paged_jax.experiments.run_log import RunLog
+from paged_jax.experiments.summary import SettingSummary, summarise
 from paged_jax.experiments.timed_trials import MakeEngine, run_timed
 from paged_jax.experiments.trials import TrialLog, check_same_experiment, plan, write_config
 
@@ -26,6 +27,8 @@ class ExperimentResult:
     total_trials: int
     text: str
     """The tables, for a terminal."""
+    summaries: tuple[SettingSummary, ...]
+    """What came out of each setting of the sweep, in order: `plots.draw` draws them."""
 
 
 def run_experiment(
@@ -71,13 +74,18 @@ def _run_locked(
             run_timed(config, missing, log, runs, make_engine, progress=progress)
     else:
         write_config(config, directory / "config.yaml")
-    text = write_reports(config, list(log.read().values()), directory)
+    records = list(log.read().values())
+    text = write_reports(config, records, directory)
     if missing:
         state = f"{len(missing)} trial{'s' * (len(missing) > 1)} run"
     else:
         state = f"complete already, nothing to run{_made_by_other_code(directory, done.values())}"
     return ExperimentResult(
-        directory, len(missing), len(trials), f"{text}\n{config.name}: {state}; results in {directory}\n"
+        directory,
+        len(missing),
+        len(trials),
+        f"{text}\n{config.name}: {state}; results in {directory}\n",
+        tuple(summarise(config, records)),
     )
 
 

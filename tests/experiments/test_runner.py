@@ -10,6 +10,7 @@ from paged_jax.experiments.lock import locked
 from paged_jax.experiments.measurements import run_workload
 from paged_jax.experiments.progress import RunProgress
 from paged_jax.experiments.runner import run_experiment
+from paged_jax.experiments.summary import to_frame
 from paged_jax.experiments.trials import plan, replace_file
 from paged_jax.sampling.params import SamplingParams
 
@@ -57,6 +58,12 @@ def test_a_run_writes_everything(run, raw_experiment):
     assert record["metrics"]["compilations"] == 0
     assert record["metrics"]["warmup_compilations"] == 2
     assert len({r["tokens_sha256"] for r in lines(result)}) == 2  # one for each seed
+    # what is handed back is what the table holds
+    csv = (result.directory / "summary.csv").read_text()
+    assert to_frame(result.summaries).to_csv(index=False) == csv
+    assert [s.setting.values["engine.block_size"] for s in result.summaries] == raw_experiment["sweep"][
+        "engine.block_size"
+    ]
 
 
 def test_a_finished_run_only_rewrites_its_reports(run):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from paged_jax.kv_cache.block_table import BlockTable
 from paged_jax.kv_cache.eviction import Eviction
@@ -17,6 +17,15 @@ class PrefixUser(Protocol):
     """Requests share blocks only with those of the same salt."""
     block_contents: list[bytes]
     """What identifies each leading whole block's content and all before it, as far as it was worked out."""
+
+
+class CachedRun(NamedTuple):
+    """Cached blocks that follow each other."""
+
+    parent: int | None
+    """Number of the run that they follow; None: they begin a prompt, or what they follow is not cached any more."""
+    block_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
 
 
 class PrefixCache(ABC):
@@ -82,3 +91,7 @@ class PrefixCache(ABC):
     def find(self, user: PrefixUser, index: int) -> int | None:
         """The block that holds block number `index` of the tokens, with everything before it the same."""
         raise NotImplementedError(f"{type(self).__name__} does not support windows")
+
+    def runs(self) -> list[CachedRun]:
+        """Everything that is cached, parents first: to look at, not to serve with, since it takes time by its size."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell what it holds")

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
-from struct import Struct, calcsize
+from struct import Struct, calcsize, unpack
 from typing import ClassVar
 
 from paged_jax.kv_cache.block_table import BlockTable
 from paged_jax.kv_cache.eviction import Eviction
-from paged_jax.kv_cache.prefix_cache import PrefixCache, PrefixUser
+from paged_jax.kv_cache.prefix_cache import CachedRun, PrefixCache, PrefixUser
 
 _DIGEST_SIZE = 16
 
@@ -35,6 +35,11 @@ class _Prompt:
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """The tokens as a string of 64-bit integers, which hashes and compares fast."""
     return _packer(len(token_ids))(*token_ids)
+
+
+def tokens_of(packed: bytes | bytearray) -> tuple[int, ...]:
+    """The tokens that `token_bytes` has packed."""
+    return unpack(f"{len(packed) // TOKEN_SIZE}q", packed)
 
 
 def content_keys(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[bytes]:
@@ -156,3 +161,18 @@ class HashPrefixCache(PrefixCache):
         assert len(set(candidates)) == len(candidates) == len(self.eviction), "a block is twice a candidate"
         assert all(block in self._contents for block in candidates), "a candidate for eviction is not cached"
         assert self.num_unlocked == len(candidates), "the number of unlocked blocks is not that of the candidates"
+
+    def runs(self) -> list[CachedRun]:
+        """A run for each block: the digest that its content begins with names the block that it follows."""
+        by_digest = {blake2b(content, digest_size=_DIGEST_SIZE).digest(): content for content in self._blocks}
+        followers: dict[bytes | None, list[bytes]] = {}
+        for content in self._blocks:
+            followers.setdefault(by_digest.get(content[:_DIGEST_SIZE]), []).append(content)
+        runs: list[CachedRun] = []
+        stack: list[tuple[int | None, bytes]] = [(None, content) for content in reversed(followers.get(None, []))]
+        while stack:
+            parent, content = stack.pop()
+            stack += [(len(runs), follower) for follower in reversed(followers.get(content, []))]
+            tokens = tokens_of(content[_DIGEST_SIZE:])
+            runs.append(CachedRun(parent, (self._blocks[content],), tokens))
+        return runs

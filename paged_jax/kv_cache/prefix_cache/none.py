@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
 from paged_jax.kv_cache.block_table import BlockTable
-from paged_jax.kv_cache.prefix_cache import PrefixCache, PrefixUser
+from paged_jax.kv_cache.prefix_cache import CachedRun, PrefixCache, PrefixUser
 
 
 class NoPrefixCache(PrefixCache):
@@ -53,6 +53,10 @@ class NoPrefixCache(PrefixCache):
     def check(self) -> None:
         """Raise AssertionError if a block is a candidate for eviction."""
         assert self.num_unlocked == len(self.eviction) == 0, "a candidate for eviction is not cached"
+
+    def runs(self) -> list[CachedRun]:
+        """Nothing is cached."""
+        return []
 
     @staticmethod
     def _refuse(block_id: int) -> NoReturn:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from paged_jax.kv_cache.block_table import BlockTable
 from paged_jax.kv_cache.eviction import Eviction
-from paged_jax.kv_cache.prefix_cache import PrefixCache, PrefixUser
-from paged_jax.kv_cache.prefix_cache.hash import TOKEN_SIZE, block_contents, token_bytes
+from paged_jax.kv_cache.prefix_cache import CachedRun, PrefixCache, PrefixUser
+from paged_jax.kv_cache.prefix_cache.hash import TOKEN_SIZE, block_contents, token_bytes, tokens_of
 
 
 class _Node:
@@ -133,6 +133,16 @@ class RadixPrefixCache(PrefixCache):
         assert self.num_unlocked == len(self._unlocked), "the number of unlocked blocks is wrong"
         assert sorted(self.eviction) == sorted(ends), "the candidates for eviction are not the unlocked ends"
 
+    def runs(self) -> list[CachedRun]:
+        """The nodes of the tree, but for the empty root."""
+        numbers: dict[_Node | None, int | None] = {self._root: None}
+        runs: list[CachedRun] = []
+        for node in self._subtree(self._root):
+            if node is not self._root:
+                numbers[node] = len(runs)
+                runs.append(CachedRun(numbers[node.parent], tuple(node.blocks), tokens_of(node.tokens)))
+        return runs
+
     def _resume(self, cursor: object, index: int) -> _Node | None:
         """The node with the block before number `index`, if the cursor leads there."""
         if index == 0:
@@ -256,9 +266,9 @@ class RadixPrefixCache(PrefixCache):
 
     @staticmethod
     def _subtree(node: _Node) -> Iterator[_Node]:
-        """The node and all below it, parents first."""
+        """The node and all below it, parents first, children by age."""
         stack = [node]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.children.values())
+            stack.extend(reversed(node.children.values()))
