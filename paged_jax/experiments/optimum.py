@@ -24,7 +24,7 @@ from paged_jax.experiments.plots import (
 from paged_jax.experiments.report_spec import larger_is_better
 from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import SettingSummary
-from paged_jax.experiments.sweep import label_of, shown, unit_of
+from paged_jax.experiments.sweep import label_of, name_of, shown, unit_of
 from paged_jax.experiments.tables import Table, number
 
 PERCENTS = (1, 5)
@@ -67,7 +67,7 @@ def find_optimum(
 
 def optimum_table(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -> Table:
     """For each series the best x by `report.optimum`, and the ranges of x that lose little; means over seeds."""
-    metric, name, unit_of_x = config.report.optimum or "", _x(config).rpartition(".")[2], unit_of(_x(config))
+    metric, name, unit_of_x = config.report.optimum or "", name_of(_x(config)), unit_of(_x(config))
     found = {
         tuple(map(shown, key)): find_optimum(points, larger=bool(larger_is_better(metric)))
         for key, points in _series(config, summaries).items()
@@ -76,7 +76,7 @@ def optimum_table(config: ExperimentConfig, summaries: Sequence[SettingSummary])
     return Table(
         f"{config.name}: best {name} by {METRICS[metric].label}, and how far from it the loss stays small",
         (
-            *(key.rpartition(".")[2] for key in config.series_keys),
+            *map(name_of, config.series_keys),
             f"best {name}",
             METRICS[metric].label,
             *(f"within {percent} %" for percent in PERCENTS),

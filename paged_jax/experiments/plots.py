@@ -18,7 +18,7 @@ from paged_jax.experiments.config import ExperimentConfig
 from paged_jax.experiments.metrics import KV_SHARES, METRICS, Metric
 from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import SettingSummary
-from paged_jax.experiments.sweep import label_of, shown, unit_of
+from paged_jax.experiments.sweep import label_of, name_of, shown, unit_of
 
 WIDTH_IN = 3.3
 PANEL_HEIGHT_IN = 2.1
@@ -231,7 +231,7 @@ def _name_ticks(xs: Sequence[Any], ax: Axes) -> None:
 
 def axis_name(key: str) -> str:
     """`engine.block_size` as words with its unit, where the unit is known."""
-    words, unit = key.rpartition(".")[2].replace("_", " "), unit_of(key)
+    words, unit = name_of(key).replace(".", " ").replace("_", " "), unit_of(key)
     return f"{words} ({unit})" if unit else words
 
 

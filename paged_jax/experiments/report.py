@@ -75,7 +75,7 @@ def make_tables(config: ExperimentConfig, summaries: Sequence[SettingSummary]) -
         _table(config, f"{config.name}: {enough}", summaries, lambda m, f: with_interval(m.estimate, f)),
     ]
     if config.report.baseline is not None and config.x is not None:
-        name = f"{config.x.rpartition('.')[2]}={shown(config.report.baseline)}"
+        name = f"{name_of(config.x)}={shown(config.report.baseline)}"
         compared = [s for s in summaries if next(iter(s.metrics.values())).difference is not None]
         title = f"{config.name}: difference to {name}, paired by workload, with 95 % intervals (*: excludes 0)"
         tables += [_table(config, title, compared, _difference_cell)] if compared else []

@@ -85,9 +85,15 @@ def shown(value: Any) -> str:
     return "unset" if value is None else str(value)
 
 
+def name_of(key: str) -> str:
+    """A swept key without its section, as tables and figures write it: `block_size`, `prompt.mean`."""
+    section, _, name = key.partition(".")
+    return name or section
+
+
 def label_of(point: Mapping[str, Any]) -> str:
     """Such as `block_size=16`; "all" when nothing is swept."""
-    return ", ".join(f"{key.rpartition('.')[2]}={shown(value)}" for key, value in point.items()) or "all"
+    return ", ".join(f"{name_of(key)}={shown(value)}" for key, value in point.items()) or "all"
 
 
 def unit_of(key: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_jax.experiments.config import experiment_from_dict
+from paged_jax.experiments.config import experiment_from_dict, settings
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.optimum import Optimum, draw_optimum, find_optimum, optimum_table, write_optimum_figure
 from paged_jax.experiments.report import make_tables
@@ -137,3 +137,14 @@ def test_the_figure_shows_each_series_as_a_share_of_its_best(raw, tmp_path):
         assert list(container.lines[0].get_ydata()) == pytest.approx([100 * size / max(sizes) for size in sizes])
     assert ax.get_ylabel() == "output throughput, of the best (%)"
     assert [file.name for file in write_optimum_figure(config, summaries, tmp_path)] == ["optimum.png", "optimum.pdf"]
+
+
+def test_lengths_say_whose_they_are(raw):
+    """`mean=256` alone could be that of prompts or of outputs."""
+    raw["sweep"] |= {"workload.prompt.mean": [4, 6]}
+    del raw["sweep"]["workload.request_rate"]
+    raw["workload"]["prompt"] = {"sigma": 0.5, "max": 12}
+    table, _ = tables_of(raw, lambda values: 1.0)
+    assert table.headings[0] == "prompt.mean"
+    config = experiment_from_dict(raw)
+    assert {point.label.partition(", ")[2] for point in settings(config)} == {"prompt.mean=4", "prompt.mean=6"}
