@@ -15,6 +15,7 @@ from paged_jax.simulation.cost_model import CostModel, StepCost
 from paged_jax.simulation.hardware import GemmTile, load_hardware
 from paged_jax.simulation.layer_shapes import distinct_experts
 from paged_jax.simulation.model_shape import ModelShape
+from paged_jax.simulation.roofline import overlapped
 
 
 def decoding(*computed: int, idle: tuple[int, ...] = ()) -> SchedulerOutput:
@@ -86,6 +87,12 @@ class TestProducts:
         memory = cost(decoding(0)).gemm
         added = cost(decoding(0), round_hardware(peak_flops={"float32": 1e6}, overlap=1.0)).gemm
         assert added == pytest.approx(compute + memory)
+
+    def test_partly_hidden(self):
+        assert overlapped(3.0, 4.0, overlap=2.0) == overlapped(4.0, 3.0, overlap=2.0) == pytest.approx(5.0)
+        assert overlapped(3e-7, 4e-7, overlap=2.0) == pytest.approx(5e-7)
+        assert overlapped(3.0, 4.0, overlap=float("inf")) == 4.0
+        assert overlapped(0.0, 0.0, overlap=2.0) == 0.0
 
     def test_each_kernel_has_a_fixed_time(self):
         assert cost(decoding(0), round_hardware(kernel_s=1.0)).gemm == pytest.approx(2 * 4, rel=1e-3)
