@@ -106,7 +106,8 @@ def draw_optimum(config: ExperimentConfig, summaries: Sequence[SettingSummary]) 
         label = label_of({k: values[k] for k in config.legend_keys}) if values else metric.label
         shares = [value / best.value if best else math.nan for _, value in points]
         lines.append(Line(label, [place[x] for x, _ in points], [Estimate(share, math.nan) for share in shares]))
-    draw_lines(lines, f"{metric.label}, of the best", Metric("", "ratio", ""), ax)
+    draw_lines(lines, "", Metric("", "ratio", ""), ax)
+    ax.set_ylabel(f"{metric.label}\n(% of the best)")
     if len(lines) > 1:
         legend(ax)
     ax.set_xlabel(axis_name(_x(config)))

@@ -4,6 +4,7 @@ only colour.
 Error bars are 95 % intervals over seeds. Figures are 3.3 inches wide, a column of most conference styles.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,8 @@ def draw_lines(lines: Sequence[Line], label: str, metric: Metric, ax: Axes) -> N
     """Draw lines that differ without colour, and name the vertical axis `label` with the metric's unit."""
     factor, unit = metric.display([e.mean for line in lines for e in line.estimates])
     for i, line in enumerate(lines):
+        if not any(math.isfinite(e.mean) for e in line.estimates):
+            continue  # its place in the order of colours stays free, so that a series looks the same in every panel
         ax.errorbar(
             line.xs,
             [e.mean * factor for e in line.estimates],
@@ -159,7 +162,7 @@ def draw_lines(lines: Sequence[Line], label: str, metric: Metric, ax: Axes) -> N
             capsize=2,
         )
     ax.set_ylabel(f"{label} ({unit})" if unit else label)
-    if all(e.mean >= 0 for line in lines for e in line.estimates):
+    if not any(e.mean < 0 for line in lines for e in line.estimates):
         ax.set_ylim(bottom=0)
 
 

@@ -135,7 +135,7 @@ def test_the_figure_shows_each_series_as_a_share_of_its_best(raw, tmp_path):
     for container in ax.containers:
         assert list(container.lines[0].get_xdata()) == sizes
         assert list(container.lines[0].get_ydata()) == pytest.approx([100 * size / max(sizes) for size in sizes])
-    assert ax.get_ylabel() == "output throughput, of the best (%)"
+    assert ax.get_ylabel() == "output throughput\n(% of the best)"
     assert [file.name for file in write_optimum_figure(config, summaries, tmp_path)] == ["optimum.png", "optimum.pdf"]
 
 

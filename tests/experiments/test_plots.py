@@ -100,3 +100,22 @@ def test_long_names_and_unset_values_have_room(raw_experiment, tmp_path, x, recw
 def test_all_parts_of_the_pool_differ(config):
     axes = draw(config, summaries_of(config), [KV_SHARES]).axes[0]
     assert len({(p.get_hatch(), p.get_facecolor()) for p in axes.patches}) == len(KV_SHARES) == 6
+
+
+def test_a_series_without_a_value_is_not_drawn_and_the_others_keep_their_looks(raw_experiment):
+    raw_experiment["sweep"] = {"engine.block_size": [4, 16], "engine.prefix_cache": ["hash", "none"]}
+    raw_experiment["report"] = {"x": "engine.block_size", "y": ["scalar_memory_use", "wall_s"]}
+    config = experiment_from_dict(raw_experiment)
+    records = [
+        {
+            "key": t.key,
+            "metrics": dict.fromkeys(METRICS, 0.5)
+            | {"scalar_memory_use": 0.5 if t.setting.values["engine.prefix_cache"] == "none" else None},
+        }
+        for t in plan(config)
+    ]
+    first, second = draw(config, summarise(config, records), [["scalar_memory_use"], ["wall_s"]]).axes
+    assert first.get_legend() is None  # one line is left
+    (alone,), (_, both) = ([c.lines[0] for c in axes.containers] for axes in (first, second))
+    assert (alone.get_color(), alone.get_marker()) == (both.get_color(), both.get_marker())
+    assert first.get_ylim()[0] == 0
