@@ -95,6 +95,19 @@ class TestMeasuring:
         assert len(wrong) <= 3  # of five disturbed repetitions in nine
         assert [s.shape for s in samples] == [p.shape for p in chosen]
 
+    def test_compiling_is_not_measured(self):
+        machine, compiled = ComputedMachine(TRUTH), set()
+        exact = machine.seconds
+
+        def seconds(point: Point) -> float:
+            slow = point not in compiled
+            compiled.add(point)
+            return exact(point) * (100 if slow else 1)
+
+        machine.seconds = seconds
+        for sample in measure(machine, points((16,), 200), repeats=1):
+            assert sample.seconds == pytest.approx(sample.predict(TRUTH))
+
     def test_rounds_are_in_orders_of_their_own(self):
         machine, chosen = ComputedMachine(TRUTH), points((16,), 200)
         measure(machine, chosen, repeats=1)
