@@ -94,21 +94,18 @@ def best_buckets(
     `EngineConfig.token_buckets`: the last size is max_num_batched_tokens, which counts as a program too. Raises
     ValueError for a budget below 1.
 
-    Sizes are chosen among those that a step needs, and the last: where costs do not fall as buckets grow, one between
-    two of them costs no less than the smaller one, and holds the same steps. A size that costs no less than a larger
-    one is left out. What remains, n_0 < n_1 < ..., is a matter of dynamic programming: with C_i steps that need n_(i-1)
-    at most, the least cost of the steps up to n_j in k programs, n_j being the largest, is
+    Sizes are chosen among those that a step needs, and the last: where costs do not fall as buckets grow, the next
+    smaller need costs no more than a size between two needs, and holds the same steps. With n_0 < n_1 < ... the needs,
+    and C_i the number of steps that need less than n_i, the least cost of the steps up to n_j in k programs, n_j being
+    the largest, is
 
         best[k, j] = min over i <= j of best[k - 1, i - 1] + cost(n_j) * (C_(j+1) - C_i).
     """
     if max_programs < 1:
         raise ValueError(f"a budget of {max_programs} programs compiles nothing: give 1 or more")
-    needs, counts = histogram.needs
-    all_costs = np.array([cost(int(size)) for size in needs], dtype=np.float64)
-    least_above = np.minimum.accumulate(np.append(all_costs[1:], np.inf)[::-1])[::-1]
-    kept = np.flatnonzero(all_costs < least_above)
-    sizes, costs = needs[kept], all_costs[kept]
-    below = np.concatenate([[0], np.cumsum(counts)[kept]])
+    sizes, counts = histogram.needs
+    costs = np.array([cost(int(size)) for size in sizes], dtype=np.float64)
+    below = np.concatenate([[0], np.cumsum(counts)])
     num_sizes, budget = len(sizes), min(max_programs, len(sizes))
     # best[k, i]: the steps of the first i sizes in exactly k programs, the largest of them being the last of these
     best = np.full((budget + 1, num_sizes + 1), np.inf)

@@ -99,6 +99,12 @@ def test_by_hand():
     assert histogram.num_programs((1, 8, 16)) == 2  # nothing needs the 16
 
 
+def test_a_program_that_gains_nothing_is_not_compiled():
+    histogram = StepHistogram.of([StepSize(1, 1), StepSize(7, 2), StepSize(8, 3)], 16)
+    assert best_buckets(histogram, 3, lambda size: 1.0) == [(16,)] * 3
+    assert best_buckets(histogram, 3, lambda size: max(size, 8)) == [(16,), (8, 16), (8, 16)]
+
+
 def test_rows_need_a_larger_bucket():
     """Five samples of one prompt begin in a step of one token."""
     histogram = StepHistogram.of([StepSize(1, 1)] * 4 + [StepSize(1, 5)], 8)
