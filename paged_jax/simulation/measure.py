@@ -39,7 +39,7 @@ MEASURED_STAGES = (
 reading the weights."""
 _PROBE_ROWS = 2048
 _PROBE_BYTES = 2**28
-_PROBES = 5
+_PROBES = 20
 
 
 class Point(NamedTuple):
@@ -234,7 +234,7 @@ class StepPredictor:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the quickest of a few runs, after one that compiles."""
+    """Seconds of the quickest of many runs, after one that compiles: a peak is what nothing disturbed."""
     times = []
     for _ in range(_PROBES + 1):
         start = time.perf_counter()
