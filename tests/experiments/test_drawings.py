@@ -102,8 +102,12 @@ def test_a_tree_has_a_box_for_each_block_and_a_line_to_what_it_follows(cache):
     assert boxes[root] != boxes[leaves[0]] == boxes[leaves[1]]
     assert leaves[0][0] == leaves[1][0] > root[0] + 4
     assert [w for w in words_of(ax) if "block" in w] == ["block 1 (1 user)", "block 2 noted", "block 3"]
-    lines = [line.get_xydata() for line in ax.lines if len(line.get_xydata()) == 2]
-    assert sorted(line[1][0] for line in lines) == sorted([root[0], leaves[0][0], leaves[1][0]])
+    middle = {box: box[1] + 0.22 for box in boxes}
+    assert middle[root] == pytest.approx((middle[leaves[0]] + middle[leaves[1]]) / 2)
+    lines = [line.get_xydata().ravel().tolist() for line in ax.lines if len(line.get_xydata()) == 2]
+    assert len(lines) == 3
+    for leaf in leaves:  # from the end of the common block
+        assert pytest.approx([root[0] + 4, middle[root], leaf[0], middle[leaf]]) in lines
 
 
 def test_a_drawing_of_nothing_says_so():
@@ -145,6 +149,12 @@ EVENTS = [
     {"event": "step", "t": 9.0},
     {"event": "schedule", "t": 9.0, "decodes": ["B"]},
     {"event": "result", "t": 10.0},
+    {"event": "step", "t": 10.0},  # nothing is left to plan, so that it comes back before any time has passed
+    {"event": "preempt", "t": 10.0, "id": "B", "how": "swap"},
+    {"event": "schedule", "t": 10.0, "preempted": ["B"]},
+    {"event": "step", "t": 10.0},
+    {"event": "schedule", "t": 10.0, "chunks": [["B", 7, 1]], "admitted": [["B", 0]]},
+    {"event": "result", "t": 11.0},
 ]
 
 
@@ -165,10 +175,11 @@ def test_spans_tell_what_each_request_did_when():
         Span("B", 1, "prefill", 7.0, 8.0),
         Span("B", 1, "waiting", 8.0, 9.0),  # it has its place, and was left out
         Span("B", 1, "decode", 9.0, 10.0),
+        Span("B", 0, "decode", 10.0, 11.0),  # in another row
     ]
     assert [span for span in spans if span.request == "B/1"] == [Span("B/1", 2, "decode", 4.0, 5.0)]
     assert seconds_by_activity(spans) == {
-        "waiting": 3.5, "prefill": 4.0, "decode": 6.0, "idle": 2.0, "swapped": 1.0, "preempted": 1.0,
+        "waiting": 3.5, "prefill": 4.0, "decode": 7.0, "idle": 2.0, "swapped": 1.0, "preempted": 1.0,
     }  # fmt: skip
 
 
@@ -201,7 +212,7 @@ def test_a_timeline_has_a_row_for_each_request_or_slot():
     draw_timeline(spans, by_slot, by="slot", end=20)
     assert [label.get_text() for label in by_slot.get_yticklabels()] == ["0", "1", "2", "3"]
     tenants = sorted((text.get_position(), text.get_text()) for text in by_slot.texts)
-    assert tenants == [((1.0, 0), "A"), ((2.0, 1), "B"), ((4.0, 2), "B/1"), ((5.0, 3), "B")]
+    assert tenants == [((1.0, 0), "A"), ((2.0, 1), "B"), ((4.0, 2), "B/1"), ((5.0, 3), "B"), ((10.0, 0), "B")]
     assert by_slot.get_xlim() == (0, 20)
     labels = [patch.get_label() for patch in activity_legend(spans)]
     assert labels == ["waiting", "prefill", "decode", "idle", "preempted", "swapped"]
