@@ -375,7 +375,8 @@ class TestNeverCheaper:
             plan = SchedulerOutput(swap_outs=[Swap(SimpleNamespace(), (ids,), (ids,))])
             return self._model(device, block_size).step(plan, 0, 0).swaps
 
-        assert swapped(small) > swapped(large)
+        assert swapped(small) >= swapped(large)
+        assert swapped(small) > swapped(large) or load_hardware(device).host_link_latency_s == 0
         reads = [self._model(device, b).step(decoding(num_tokens - 1), 1, 1).attention for b in (small, large)]
         assert reads[0] >= reads[1]
 
