@@ -64,22 +64,27 @@ class FakeEngine:
         cache_salt: str = "",
         expected_output_len: int | None = None,
     ) -> Request:
-        metrics = RequestMetrics(self.clock.now() if arrival_time is None else arrival_time)
-        request = Request(
-            request_id=request_id,
-            number=len(self.requests),
-            prompt_token_ids=tuple(prompt),
-            sampling_params=params,
-            seed=0,
-            max_total_tokens=self.max_model_len,
-            metrics=metrics,
-            priority=priority,
-            user=user,
-            cache_salt=cache_salt,
-            expected_output_len=expected_output_len,
+        samples = tuple(
+            Request(
+                request_id=request_id,
+                number=len(self.requests),
+                prompt_token_ids=tuple(prompt),
+                sampling_params=params,
+                seed=0,
+                max_total_tokens=self.max_model_len,
+                metrics=RequestMetrics(self.clock.now() if arrival_time is None else arrival_time),
+                sample_index=index,
+                priority=priority,
+                user=user,
+                cache_salt=cache_salt,
+                expected_output_len=expected_output_len,
+            )
+            for index in range(params.n)
         )
-        self.requests.append(request)
-        return request
+        for sample in samples:
+            sample.siblings = samples
+        self.requests += samples
+        return samples[0]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
