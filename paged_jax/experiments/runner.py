@@ -14,7 +14,7 @@ from paged_jax.experiments.report import write_reports
 from paged_jax.experiments.run_log import RunLog
 from paged_jax.experiments.summary import SettingSummary, summarise
 from paged_jax.experiments.timed_trials import MakeEngine, run_timed
-from paged_jax.experiments.trials import TrialLog, check_same_experiment, plan, write_config
+from paged_jax.experiments.trials import TrialLog, check_metrics, check_same_experiment, plan, write_config
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def _run_locked(
     log = TrialLog(directory)
     done = {} if fresh else log.read()
     check_same_experiment(config, trials, done, directory)
+    check_metrics(done, directory)
     missing = [trial for trial in trials if trial.key not in done]
     _check_policies([trial.setting.engine for trial in missing])
     if missing:

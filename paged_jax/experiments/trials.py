@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from paged_jax.experiments.config import ExperimentConfig, Setting, as_plain, settings
 from paged_jax.experiments.measurements import Served
-from paged_jax.experiments.metrics import tokens_sha256
+from paged_jax.experiments.metrics import METRICS, tokens_sha256
 from paged_jax.experiments.request_traces.workload import workload_fingerprint
 
 _ORDER_SEED = 20230917
@@ -127,6 +127,16 @@ def check_same_experiment(
         f"{f' ({difference})' if difference else ''}: "
         "discard them with --fresh, or keep them and give this experiment another name or output directory"
     )
+
+
+def check_metrics(done: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
+    """Raise ValueError if earlier trials lack a metric, which a version of this package did not have yet."""
+    lacking = [name for name in METRICS if any(name not in record["metrics"] for record in done.values())]
+    if lacking:
+        raise ValueError(
+            f"{directory} holds trials of an older version, which did not measure {lacking[0]}: run them again with "
+            "--fresh"
+        )
 
 
 def plain_config(config: ExperimentConfig) -> dict[str, Any]:

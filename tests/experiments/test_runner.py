@@ -250,6 +250,16 @@ def test_more_seeds_repeats_or_values_extend_an_experiment(run):
         run(seeds=[0, 1, 2], repeats=1)
 
 
+def test_results_without_a_metric_of_today_are_one_sentence(run):
+    result = run()
+    records = lines(result)
+    del records[0]["metrics"]["sharing_saving"]
+    (result.directory / "trials.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ValueError, match="an older version, which did not measure sharing_saving: run them again"):
+        run()
+    assert run(fresh=True).new_trials == 12
+
+
 def test_a_broken_line_in_the_middle_is_named(run, tmp_path):
     run()
     path = tmp_path / "out" / "trials.jsonl"
