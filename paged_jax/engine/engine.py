@@ -509,6 +509,13 @@ def _followers(arrivals: Sequence[Arrival]) -> dict[str, list[Arrival]]:
     for arrival in arrivals:
         if arrival.after is not None:
             followers.setdefault(arrival.after, []).append(arrival)
+    reached = {arrival.request_id for arrival in arrivals if arrival.after is None}
+    frontier = list(reached)
+    while frontier:
+        frontier = [a.request_id for leader in frontier for a in followers.get(leader, ())]
+        reached.update(frontier)
     if unknown := followers.keys() - {arrival.request_id for arrival in arrivals}:
         raise ValueError(f"a request is to follow {min(unknown)!r}, which is not in the workload: correct its `after`")
+    if circle := {arrival.request_id for arrival in arrivals} - reached:
+        raise ValueError(f"request {min(circle)!r} is to follow requests that follow it: correct its `after`")
     return followers

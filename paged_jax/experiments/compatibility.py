@@ -31,8 +31,25 @@ def check_executor(executor: str, hardware: str | None, repeats: int) -> None:
         raise ValueError(f"repeats ({repeats}) of a simulated trial are all the same: leave it out, or set more seeds")
 
 
-def check_engine(executor: Any, engine: EngineConfig) -> None:
+def check_seeds(executor: str, seeds: Sequence[int], workload: Workload) -> None:
+    """Raise ValueError for seeds that all make the same trial: in virtual time only lengths and times matter."""
+    if (
+        executor == "simulated"
+        and len(seeds) > 1
+        and workload.kind == "trace"
+        and not (workload.shuffle or workload.request_rate or workload.users or workload.priorities)
+        and workload.width == 1
+    ):
+        raise ValueError(
+            f"seeds {list(seeds)} are all the same for a trace in its own order at its own times: give one, or set "
+            "workload.shuffle and workload.max_requests, so that each takes other requests"
+        )
+
+
+def check_engine(executor: Any, engine: EngineConfig, workload: Workload) -> None:
     """Raise ValueError for a setting of the engine that has no effect with the executor."""
+    if executor == "simulated" and engine.seed and workload.beam_width is None:
+        raise ValueError("engine.seed has no effect on a simulated device, but for beams: leave it out, and set seeds")
     if executor == "simulated":
         from paged_jax.simulation.engines import check_simulated  # timed experiments need nothing of it
 

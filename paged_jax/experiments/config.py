@@ -15,6 +15,7 @@ from paged_jax.experiments.compatibility import (
     check_engine,
     check_executor,
     check_has_effect,
+    check_seeds,
     check_together,
 )
 from paged_jax.experiments.published_spec import Published, published_from_dict
@@ -57,6 +58,7 @@ class ExperimentConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_executor(self.executor, self.hardware, self.repeats)
+        check_seeds(self.executor, self.seeds, self.workload)
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds {list(self.seeds)} repeat a seed: use repeats to run a workload again")
         swept = swept_keys(self.sweep)
@@ -166,8 +168,8 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     raw = with_tuples(raw)
     sweep = {} if raw.get("sweep") is None else raw["sweep"]
     known = _known_paths(_workload_model(raw))
-    for key in swept_keys(sweep):
-        _check_swept_key(key, known, raw.get("executor"))
+    for key, values in swept_keys(sweep).items():
+        _check_swept_key(key, values, known, raw.get("executor"))
         if _get(raw, key) is not _ABSENT:
             raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
     for key in raw:
@@ -209,12 +211,15 @@ def as_plain(config: ExperimentConfig) -> dict[str, Any]:
 _ABSENT = object()
 
 
-def _check_swept_key(key: str, known: Sequence[str], executor: Any) -> None:
+def _check_swept_key(key: str, values: Sequence[Any], known: Sequence[str], executor: Any) -> None:
     if inside := [path for path in known if path.startswith(f"{key}.")]:
         raise ValueError(f"sweep.{key}: sweep the keys inside of it, such as {inside[0]}, not all of it at once")
     if key in known and key.startswith(("engine.", "workload.")) and key != "workload.kind":
         return
     if key in DEVICE_KEYS and executor == "simulated":
+        for value in values:
+            if not isinstance(value, str):
+                raise ValueError(f"sweep.{key}: {value!r} is not a name")
         return
     if key in known:
         also = ", and model and hardware of simulated experiments," if key in DEVICE_KEYS else ""
@@ -286,7 +291,7 @@ def _checked_points(raw: Mapping[str, Any], sweep: Any, known: Sequence[str]) ->
         try:
             sections = _sections(fill_in(raw, point), known)
             check_together(sections["engine"], sections["workload"])
-            check_engine(raw.get("executor"), sections["engine"])
+            check_engine(raw.get("executor"), sections["engine"], sections["workload"])
             checked.append(sections)
         except ValueError as error:
             problems.setdefault(str(error), label_of(point))

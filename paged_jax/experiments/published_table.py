@@ -12,6 +12,7 @@ from paged_jax.experiments.published_spec import Range, ends
 from paged_jax.experiments.tables import Table, escape, number
 
 _NOTE_WIDTH = 100
+_ORDER_WIDTH = 40
 
 
 def comparison_table(title: str, comparisons: Sequence[Comparison]) -> Table:
@@ -85,7 +86,8 @@ def sentences(comparison: Comparison) -> list[str]:
     """The claim with its verdict, and the notes."""
     statement = comparison.published.statement
     claim = [] if statement is None else [f"Claim: {statement.rstrip('.')}. Verdict: {comparison.verdict}."]
-    return claim + list(comparison.published.notes)
+    legends = [_legend(row) for row in comparison.rows if row.row.order is not None and _is_long(row)]
+    return claim + legends + list(comparison.published.notes)
 
 
 def shown_range(low: float, high: float, factor: float) -> str:
@@ -124,7 +126,23 @@ def _expected(compared: ComparedRow, comparison: Comparison) -> str:
 
 
 def _order(compared: ComparedRow) -> str:
-    return " < ".join(element_names(compared.row.order or ()))
+    return " < ".join(_numbered(compared, element_names(compared.row.order or ())))
+
+
+def _is_long(compared: ComparedRow) -> bool:
+    """Whether the settings of an order get numbers in the table, and their names below it."""
+    return len(" < ".join(element_names(compared.row.order or ()))) > _ORDER_WIDTH
+
+
+def _numbered(compared: ComparedRow, words: Sequence[str]) -> list[str]:
+    """Names of settings in an order, and signs between them: long names as their places in what was published."""
+    places = {name: str(i) for i, name in enumerate(element_names(compared.row.order or ()), start=1)}
+    return [places.get(word, word) for word in words] if _is_long(compared) else list(words)
+
+
+def _legend(compared: ComparedRow) -> str:
+    names = enumerate(element_names(compared.row.order or ()), start=1)
+    return f"{compared.row.name}: {'; '.join(f'{place} is {name}' for place, name in names)}."
 
 
 def _range(compared: ComparedRow, given: Range | None) -> str:
@@ -136,7 +154,7 @@ def _range(compared: ComparedRow, given: Range | None) -> str:
 
 def _ours(compared: ComparedRow) -> str:
     if compared.row.order is not None:
-        return " ".join(compared.ours_order)
+        return " ".join(_numbered(compared, compared.ours_order))
     factor, unit = display(compared)
     low, high = number(compared.ours.low * factor), number(compared.ours.high * factor)
     if math.isnan(compared.ours.low) or (compared.ours.low <= 0 and math.isinf(compared.ours.high)):

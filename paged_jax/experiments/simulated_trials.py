@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from joblib import Parallel, delayed
+from joblib import Parallel, cpu_count, delayed
+from joblib.externals.loky import get_reusable_executor
 
 from paged_jax.config import POLICIES
 from paged_jax.experiments.config import ExperimentConfig, Setting
@@ -37,8 +38,8 @@ def run_simulated(
     progress: bool,
     jobs: int | None = None,
 ) -> None:
-    """Run the trials, `jobs` side by side (unset, as many as there are cores). Settings are refused before anything
-    is written, or discarded."""
+    """Run the trials, `jobs` side by side (unset, as many as this process may use cores). Settings are refused before
+    anything is written, or discarded."""
     check_settings(missing)
     hardware = sorted({str(trial.setting.hardware) for trial in missing})
     runs.begin(config, {**describe_host(), "device": {"platform": "simulated", "kind": ", ".join(hardware)}})
@@ -46,7 +47,7 @@ def run_simulated(
     try:
         with RunProgress(0, len(missing), show=progress) as bar:
             bar.begin("simulating")
-            for record in _records(missing, jobs or os.cpu_count() or 1):
+            for record in _records(missing, jobs or cpu_count()):
                 log.append({**record, "run": runs.number})
                 bar.end("trial")
                 finished += 1
@@ -62,7 +63,8 @@ def check_settings(trials: Sequence[Trial]) -> None:
     """Raise ValueError, naming the setting, for one that cannot work or whose pool cannot hold a request."""
     workloads: dict[tuple[Any, ...], Any] = {}
     checked: set[tuple[Any, ...]] = set()
-    for trial in trials:
+    # a workload is kept for the trials that share it, and only so long
+    for trial in sorted(trials, key=lambda t: (t.setting.model, repr(t.setting.workload), t.seed)):
         setting = trial.setting
         point = (setting.model, setting.hardware, setting.engine, setting.workload, trial.seed)
         if point in checked:
@@ -120,16 +122,24 @@ def _records(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Any]]:
         yield from map(simulate, trials)
         return
     run = Parallel(n_jobs=min(jobs, len(trials)), return_as="generator", batch_size=1)
-    yield from run(delayed(_simulate_in_worker)(trial, sys.path) for trial in trials)
+    try:
+        yield from run(delayed(_simulate_in_worker)(trial, sys.path, os.getcwd()) for trial in trials)
+    finally:
+        if any(":" in name for trial in trials for name in _policies(trial)):
+            get_reusable_executor().shutdown(wait=True)  # which keeps the policy's module as it is now
 
 
-def _simulate_in_worker(trial: Trial, path: list[str]) -> dict[str, Any]:
-    """The same in a process that does not yet know where policies of one's own are."""
+def _simulate_in_worker(trial: Trial, path: list[str], directory: str) -> dict[str, Any]:
+    """The same in a process that may have been started elsewhere, and does not know where one's own policies are."""
     sys.path += [folder for folder in path if folder not in sys.path]
+    os.chdir(directory)
     return simulate(trial)
 
 
 def _is_of_this_program(trial: Trial) -> bool:
     """Whether a policy is defined in the running program or notebook, which other processes do not have."""
-    names = [getattr(trial.setting.engine, field) or "" for field in POLICIES]
-    return any(name.startswith("__main__:") for name in names)
+    return any(name.startswith("__main__:") for name in _policies(trial))
+
+
+def _policies(trial: Trial) -> list[str]:
+    return [getattr(trial.setting.engine, field) or "" for field in POLICIES]

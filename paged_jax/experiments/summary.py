@@ -45,10 +45,7 @@ def summarise(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) ->
     values = [
         {
             metric: [
-                [
-                    _number(by_key[Trial(point, seed, r, config.executor).key][metric])
-                    for r in range(config.repeats)
-                ]
+                [_number(by_key[Trial(point, seed, r, config.executor).key][metric]) for r in range(config.repeats)]
                 for seed in config.seeds
             ]
             for metric in METRICS

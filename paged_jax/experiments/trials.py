@@ -124,7 +124,7 @@ def check_same_experiment(
     difference = _difference(directory / "config.yaml", config)
     raise ValueError(
         f"{directory} holds {len(strangers)} trial{'s' * (len(strangers) > 1)} of a different configuration"
-        f"{f' ({difference})' if difference else ''}: "
+        f" ({difference or 'the settings agree: a trace or a hardware file has changed, or a stand-in ran for it'}): "
         "discard them with --fresh, or keep them and give this experiment another name or output directory"
     )
 

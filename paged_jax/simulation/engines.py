@@ -29,6 +29,11 @@ def simulated_engine(model: str, hardware: str, config: EngineConfig, *, clock: 
     dtype, kv_dtype = dtypes(config, device, shape)
     # a trace may ask for longer requests than the model was trained for: their time is as well known
     max_model_len = config.max_model_len or shape.max_position_embeddings
+    if shape.learned_positions and max_model_len > shape.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len ({max_model_len}) is more than the {shape.max_position_embeddings} positions that {model} "
+            "has learned: lower it"
+        )
     cost = CostModel(
         device,
         shape,
@@ -40,9 +45,11 @@ def simulated_engine(model: str, hardware: str, config: EngineConfig, *, clock: 
         contiguous=config.allocator in RESERVATIONS,
     )
     per_block = bytes_per_block(shape, config, kv_dtype)
+    num_blocks = _num_blocks(config, device, cost, shape, per_block, DTYPE_BYTES[dtype])
+    _check_memory(device, cost.weight_bytes(), num_blocks * per_block, model)
     executor = SimulatedExecutor(
         cost,
-        num_blocks=_num_blocks(config, device, cost, shape, per_block, DTYPE_BYTES[dtype]),
+        num_blocks=num_blocks,
         cache_groups=shape.cache_groups(),
         vocab_size=shape.vocab_size,
         max_num_seqs=config.max_num_seqs,
@@ -72,6 +79,16 @@ def check_simulated(config: EngineConfig) -> None:
     for field in WITHOUT_EFFECT:
         if getattr(config, field) != type(config).model_fields[field].default:
             raise ValueError(f"{field} has no effect on a simulated device, which runs no programs: leave it unset")
+
+
+def _check_memory(device: Hardware, weights: float, blocks: float, model: str) -> None:
+    """Raise ValueError if a device has no room for its part of the weights and of the KV cache."""
+    if weights + blocks > device.memory_bytes:
+        raise ValueError(
+            f"{weights / 2**30:.1f} GiB of weights of {model} and {blocks / 2**30:.1f} GiB of KV blocks are more than "
+            f"the {device.memory_bytes / 2**30:.0f} GiB of {device.name}: raise tensor_parallel_size, or lower "
+            "num_blocks or kv_cache_memory"
+        )
 
 
 def bytes_per_block(shape: ModelShape, config: EngineConfig, kv_dtype: str) -> float:

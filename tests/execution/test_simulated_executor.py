@@ -195,6 +195,13 @@ def test_a_request_that_follows_nobody_is_refused() -> None:
         next(drive(engine, [Arrival(0.0, "a", (1,), asks(1), after="b")], engine.clock))
 
 
+def test_requests_that_wait_for_each_other_are_refused() -> None:
+    engine, _ = simulated()
+    arrivals = [Arrival(0.0, "a", (1,), asks(1), after="b"), Arrival(0.0, "b", (1,), asks(1), after="a")]
+    with pytest.raises(ValueError, match="request 'a' is to follow requests that follow it"):
+        next(drive(engine, [*arrivals, Arrival(0.0, "c", (1,), asks(1))], engine.clock))
+
+
 def test_who_follows_an_aborted_request_is_not_lost_in_silence() -> None:
     engine, _ = simulated()
     arrivals = [Arrival(0.0, "a", (1,), asks(5)), Arrival(0.0, "b", (1,), asks(1), after="a")]

@@ -10,7 +10,14 @@ from paged_jax.experiments.config import experiment_from_dict, load_experiment, 
 from paged_jax.experiments.metrics import METRICS
 from paged_jax.experiments.published import Measured, compare, sustained
 from paged_jax.experiments.published_plot import draw_published, write_published_figure
-from paged_jax.experiments.published_table import as_csv, as_latex, as_markdown, as_terminal, comparison_table
+from paged_jax.experiments.published_table import (
+    as_csv,
+    as_latex,
+    as_markdown,
+    as_terminal,
+    comparison_table,
+    sentences,
+)
 from paged_jax.experiments.report import write_reports
 from paged_jax.experiments.statistics import Estimate
 from paged_jax.experiments.summary import MetricSummary, SettingSummary
@@ -210,6 +217,17 @@ def test_an_order(make):
     assert wrong["paper"] == "reserve_max < paged < reserve_oracle"
 
 
+def test_a_long_order_has_numbers_and_a_legend(make):
+    row = {"name": "o", "metric": "wall_s", "order": [at("reserve_max", rate) for rate in (4.0, 1.0, 2.0)]}
+    found = compared(make(row))
+    (line,) = comparison_table("t", [found]).rows
+    assert line[1:3] == ("1 < 2 < 3", "2 < 3 < 1")
+    assert sentences(found)[0] == (
+        "o: 1 is allocator=reserve_max, request_rate=4.0; 2 is allocator=reserve_max, request_rate=1.0; "
+        "3 is allocator=reserve_max, request_rate=2.0."
+    )
+
+
 def test_equal_values_are_no_order_and_bounds_leave_it_open(make):
     row = {"name": "o", "sustained": LATENCY, "limit": 1.0, "order": [MAX, ORACLE, PAGED]}
     found = row_of(make(row))  # 5/3, 10/3, at least 4
@@ -332,7 +350,7 @@ def test_what_was_published_makes_no_other_experiment(make, tmp_path):
     config = make(ROW)
     trials = plan(config)
     check_same_experiment(config, trials, [trial.key for trial in trials], tmp_path)
-    with pytest.raises(ValueError, match="holds 1 trial of a different configuration: discard"):
+    with pytest.raises(ValueError, match="holds 1 trial of a different configuration"):
         check_same_experiment(config, trials, ["of another version"], tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Experiments in virtual time: the same to the last digit, whoever runs them and in how many processes."""
 
 import copy
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -32,10 +33,12 @@ RAW: dict[str, Any] = {
 }
 
 
+ABSENT = object()
+
+
 def changed(**values: Any) -> dict[str, Any]:
-    raw = copy.deepcopy(RAW)
-    raw.update(values)
-    return raw
+    raw = {**copy.deepcopy(RAW), **values}
+    return {key: value for key, value in raw.items() if value is not ABSENT}
 
 
 def lines(directory: Path) -> bytes:
@@ -98,6 +101,37 @@ def test_models_and_devices_can_be_swept(tmp_path: Path) -> None:
     assert {m["kv_bytes_per_token"] for (model, _), m in by_point.items() if model == "opt-13b"} == {819_200}
     assert {m["kv_bytes_per_token"] for (model, _), m in by_point.items() if model == "llama-2-7b"} == {524_288}
     assert by_point["opt-13b", "h200"]["gemm_s"] < by_point["opt-13b", "a100-80gb"]["gemm_s"]
+
+
+def test_a_policy_that_was_changed_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "mended_policy.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    raw = changed(sweep={"engine.block_size": [8, 16]})
+    raw["engine"] = {**raw["engine"], "victim_policy": "mended_policy:Mine"}
+
+    def preempts(chooses: str) -> list[int]:
+        module.write_text(
+            "from paged_jax.engine.policies import VictimPolicy\n\nclass Mine(VictimPolicy):\n"
+            f"    def choose(self, running):\n        return {chooses}(running, key=lambda r: len(r.token_ids))\n"
+        )
+        importlib.reload(importlib.import_module("mended_policy"))
+        run_experiment(experiment_from_dict(raw), tmp_path / "out", progress=False, fresh=True)
+        return [json.loads(line)["metrics"]["computed_tokens"] for line in lines(tmp_path / "out").splitlines()]
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert preempts("max") != preempts("min")
+
+
+def test_workers_read_the_files_of_the_directory_that_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for folder, rows in (("one", 5), ("two", 9)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "20,10\n" * rows)
+        workload = {"kind": "trace", "format": "lengths", "file": "t.csv", "request_rate": 2.0}
+        run_experiment(experiment_from_dict(changed(workload=workload)), "out", progress=False)
+        counts.append({json.loads(line)["metrics"]["finished_requests"] for line in lines(Path("out")).splitlines()})
+    assert counts == [{5}, {9}]
 
 
 class LastIn(FCFSQueue):

@@ -76,6 +76,8 @@ def test_the_clock_is_virtual_and_may_be_given() -> None:
         ("tiny-llama", "h200", {"layer_loop": "scanned"}, "layer_loop has no effect on a simulated device"),
         ("tiny-llama", "h200", {"load_format": "dummy"}, "load_format has no effect on a simulated device"),
         ("llama-3-8b", "h200", {"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ("opt-175b", "l4", {"num_blocks": 200}, "of weights of opt-175b and .* more than the 22 GiB of l4"),
+        ("opt-13b", "h200", {"max_model_len": 4096}, r"max_model_len \(4096\) is more than the 2048 positions"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(model: str, hardware: str, values: dict, sentence: str) -> None:
