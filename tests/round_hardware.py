@@ -24,6 +24,7 @@ def round_hardware(**changes: Any) -> Hardware:
         "elementwise_bandwidth_efficiency": 1.0,
         "attention_flops_efficiency": 1.0,
         "attention_saturation_tokens": 0.0,
+        "attention_masked_share": 0.0,
         "attention_bandwidth_efficiency": 1.0,
         "page_overhead_bytes": 0.0,
         "attention_tile_tokens": 1024,

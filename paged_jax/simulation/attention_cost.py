@@ -29,6 +29,7 @@ class AttentionCost:
     ) -> None:
         self._window, self._overlap = window, hardware.overlap
         self._decode_s, self._chunk_s = hardware.attention_decode_s, hardware.attention_chunk_s
+        self._masked_share = hardware.attention_masked_share
         self._longest, self._tile = hardware.attention_longest, hardware.attention_tile_tokens
         self._unit = min(block_size, self._tile)  # tokens of one copy
         heads = split(shape.num_heads, tensor_parallel_size)
@@ -79,13 +80,22 @@ class AttentionCost:
             for chunk in chunks:
                 start, count = chunk.start, chunk.num_tokens
                 units += self._units(start + count, start)
-                compute += self._pairs(start, count) * self._pair_s + count * self._query_s + start * self._expand_s
+                compute += self._computed(start, count) * self._pair_s + count * self._query_s + start * self._expand_s
         return overlapped(compute, units * self._unit_s, self._overlap) + fixed
 
     def _units(self, end: int, first_query: int) -> int:
         """Copies that bring what tokens `first_query` to `end` - 1 see."""
         first = 0 if self._window is None else max(0, first_query - self._window + 1)
         return -(-end // self._unit) - first // self._unit
+
+    def _computed(self, start: int, count: int) -> float:
+        """Pairs of a query and a key that the kernel computes: those that count, and its share of the masked ones.
+
+        Without a window a chunk masks the count * (count - 1) / 2 pairs above its diagonal; with one, a kernel that
+        skips what is too far below the diagonal is taken to skip as much above it.
+        """
+        masked = self._pairs(0, count) - count  # as many above the chunk's own diagonal as below
+        return self._pairs(start, count) + self._masked_share * masked
 
     def _pairs(self, start: int, count: int) -> float:
         """Pairs of a query and a key that it sees."""

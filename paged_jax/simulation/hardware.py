@@ -54,6 +54,9 @@ class Hardware(StrictModel):
     """Towards which prompts tend as they see more keys."""
     attention_saturation_tokens: NotNegative
     """Keys that a prompt's tokens see on average when half of that is reached."""
+    attention_masked_share: Annotated[float, Field(ge=0, le=1)]
+    """Of the pairs of a prompt's tokens above the diagonal, which causality masks, the share that the kernel computes
+    all the same. 0: it skips them; 1: it computes the whole rectangle."""
     attention_bandwidth_efficiency: Share
     """Of decodes over contiguous memory."""
     page_overhead_bytes: NotNegative

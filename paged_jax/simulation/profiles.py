@@ -50,6 +50,7 @@ PROFILE_STAGES = (
         (
             Parameter("attention_flops_efficiency", 0.05, 1.0),
             Parameter("attention_saturation_tokens", 0.0, 1e4),
+            Parameter("attention_masked_share", 0.0, 1.0),
             Parameter("attention_chunk_s", 0.0, 1e-4),
         ),
     ),

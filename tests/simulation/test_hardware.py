@@ -106,6 +106,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("num_cores: 58", "num_core: 58", "unknown key 'num_core'; did you mean 'num_cores'"),
         ("memory_bandwidth: 3.0e11", "memory_bandwidth: -1", "memory_bandwidth"),
         ("overlap: ", "overlap: 0.5 # ", "overlap"),
+        ("attention_masked_share: 1.0", "attention_masked_share: 1.1", "attention_masked_share"),
         ("kind: gpu", "kind: npu", "kind"),
         ("kernel_s: ", "# ", "kernel_s is missing"),
         ("efficiency: 0.744", "efficiency: 1.1", "gemm_tiles.0: input should be less than or equal to 1"),
