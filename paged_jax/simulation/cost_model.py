@@ -9,7 +9,13 @@ from paged_jax.simulation.attention_cost import AttentionCost
 from paged_jax.simulation.elementwise import elements_per_token, elementwise_seconds
 from paged_jax.simulation.gemm import gemm_seconds
 from paged_jax.simulation.hardware import Hardware
-from paged_jax.simulation.layer_shapes import dense_matrices, distinct_experts, expert_matrices, split
+from paged_jax.simulation.layer_shapes import (
+    dense_matrices,
+    distinct_experts,
+    expert_matrices,
+    held_parameters,
+    split,
+)
 from paged_jax.simulation.model_shape import DTYPE_BYTES, ModelShape
 from paged_jax.simulation.transfers import TransferCost
 
@@ -111,7 +117,7 @@ class CostModel:
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that each device holds."""
-        return split(self._shape.num_parameters * self._bytes, self._tp)
+        return held_parameters(self._shape, self._tp) * self._bytes
 
     @property
     def page_efficiency(self) -> float:

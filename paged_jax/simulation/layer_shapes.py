@@ -36,6 +36,20 @@ def expert_matrices(shape: ModelShape, tp: int) -> tuple[Matrix, ...]:
     return tuple(_mlp(shape, shape.moe_intermediate_size, shape.num_layers - shape.num_dense_layers, tp))
 
 
+def held_parameters(shape: ModelShape, tp: int) -> int:
+    """Weights that the fullest device holds: those of these matrices, and embeddings, norms and biases besides.
+
+    Norms, positions and what follows an all-reduce are whole on every device, as are matrices of latent attention and
+    routers that do not belong to heads or experts. With one device, `shape.num_parameters`.
+    """
+    experts = [m._replace(per_layer=shape.num_experts) for m in expert_matrices(shape, tp)]
+    matrices = sum(m.inner * m.columns * m.layers * m.per_layer for m in (*dense_matrices(shape, tp), *experts))
+    embeddings = split(shape.vocab_size, tp) * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    if shape.learned_positions:
+        embeddings += (shape.max_position_embeddings + 2) * shape.hidden_size  # as in `num_parameters`
+    return matrices + embeddings + _norms(shape) + _biases(shape, tp)
+
+
 def distinct_experts(shape: ModelShape, num_tokens: int) -> float:
     """Expected number of experts that at least one token visits, if each token picks its own k of E evenly."""
     missed = (1.0 - shape.num_experts_per_tok / shape.num_experts) ** num_tokens
@@ -45,6 +59,32 @@ def distinct_experts(shape: ModelShape, num_tokens: int) -> float:
 def split(count: int, tp: int) -> int:
     """What the fullest device holds of `count` things that are divided among `tp` devices."""
     return -(-count // tp)
+
+
+def _norms(shape: ModelShape) -> int:
+    norms = (2 * shape.num_layers + 1) * shape.hidden_size * (2 if shape.norm_bias else 1)
+    if shape.qk_norm:
+        norms += shape.num_layers * 2 * shape.head_dim
+    if shape.kv_lora_rank is not None:
+        norms += shape.num_layers * (shape.kv_lora_rank + (shape.q_lora_rank or 0))
+    return norms
+
+
+def _biases(shape: ModelShape, tp: int) -> int:
+    attention = 0
+    if shape.attention_bias or shape.qkv_bias:
+        attention += (split(shape.num_heads, tp) + 2 * split(shape.num_kv_heads, tp)) * shape.head_dim
+    if shape.attention_bias:
+        attention += shape.hidden_size
+    moe_layers = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+    mlps = moe_layers * shape.num_experts if shape.router_bias else 0
+    if shape.mlp_bias:
+        up = 2 if shape.gated_mlp else 1
+        mlps += (shape.num_layers - moe_layers) * (up * split(shape.intermediate_size, tp) + shape.hidden_size)
+        if shape.moe_intermediate_size is not None:
+            expert = up * split(shape.moe_intermediate_size, tp) + shape.hidden_size
+            mlps += moe_layers * (shape.num_experts + shape.num_shared_experts) * expert
+    return shape.num_layers * attention + mlps
 
 
 def _mlp(shape: ModelShape, inner: int, layers: int, tp: int) -> list[Matrix]:

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_hardware import round_hardware, small_shape
 
+from paged_jax.catalog.entries import entries
 from paged_jax.execution.plan import Fork, ScheduledRequest, SchedulerOutput, Swap
 from paged_jax.simulation.cost_model import CostModel, StepCost
 from paged_jax.simulation.hardware import GemmTile, load_hardware
 from paged_jax.simulation.layer_shapes import distinct_experts
 from paged_jax.simulation.model_shape import ModelShape
 from paged_jax.simulation.roofline import overlapped
+from paged_jax.simulation.shapes import find_shape
 
 
 def decoding(*computed: int, idle: tuple[int, ...] = ()) -> SchedulerOutput:
@@ -162,6 +164,21 @@ class TestAttention:
         pairs = (10 + 1) + (10 + 2) + (10 + 3)
         assert cost(prompts((10, 3)), slow).attention == pytest.approx(2 * pairs * 4 * 4 * 8 / 1e6)
 
+    def test_a_kernel_computes_its_share_of_what_is_masked(self):
+        def pairs(start: int, count: int, share: float, shape=None) -> float:
+            slow = round_hardware(peak_flops={"float32": 1e6}, memory_bandwidth=1e30, attention_masked_share=share)
+            return cost(prompts((start, count)), slow, shape).attention * 1e6 / (2 * 4 * 4 * 8)
+
+        assert pairs(10, 3, 1.0) == pytest.approx(3 * 13)  # the rectangle
+        assert pairs(10, 3, 0.5) == pytest.approx(11 + 12 + 13 + 3 / 2)
+        assert pairs(10, 1, 1.0) == pytest.approx(11)
+        # a window of 20: above the diagonal as far as below it, 19 keys, and none beyond the chunk
+        windowed = small_shape(sliding_window=20)
+        for start, count in ((0, 5), (0, 50), (15, 10), (30, 40)):
+            seen = sum(min(position + 1, 20) for position in range(start, start + count))
+            masked = sum(1 for query in range(count) for key in range(query + 1, count) if key - query < 20)
+            assert pairs(start, count, 1.0, windowed) == pytest.approx(seen + masked), (start, count)
+
     def test_prompts_that_see_little_compute_slowly(self):
         slow = round_hardware(peak_flops={"float32": 1e6}, memory_bandwidth=1e30, attention_saturation_tokens=12.0)
         # 12 keys seen on average: half the speed
@@ -282,7 +299,62 @@ class TestTensorParallelism:
         activations = (32 + 32) + (16 + 32) + (32 + 64) + (32 + 32)
         assert two.gemm == pytest.approx(2 * 4 * (weights / 2 + activations) / 1e9)
         assert two.attention == one.attention / 2
-        assert model(tensor_parallel_size=2).weight_bytes() == small_shape().num_parameters * 4 // 2
+
+    @pytest.mark.parametrize("name", [entry.name for entry in entries()])
+    def test_one_device_holds_the_model(self, name):
+        shape = find_shape(name)
+        found = model(round_hardware(), shape, dtype="float16").weight_bytes()
+        assert found == shape.num_parameters * 2
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"qkv_bias": True, "qk_norm": True},
+            {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "tie_word_embeddings": True},
+            {"mlp_bias": True, "gated_mlp": False, "learned_positions": True},
+            {"mlp_bias": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"num_shared_experts": 2, "num_dense_layers": 1, "router_bias": True},
+            {"head_dim": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        ],
+    )
+    def test_one_device_holds_every_bias_and_norm(self, changes):
+        shape = small_shape(**changes)
+        assert model(shape=shape).weight_bytes() == shape.num_parameters * 4
+
+    def test_each_device_holds_its_share_of_the_weights(self):
+        layer = 32 * 32 + 16 * 32 + 32 * 64 + 32 * 32 + 2 * 32  # half of each matrix, both norms whole
+        assert model(tensor_parallel_size=2).weight_bytes() == 4 * (2 * layer + 2 * 50 * 32 + 32)
+        # four devices have a query head each, and a KV head each as well, of two
+        layer = 32 * 24 + 8 * 32 + 32 * 32 + 16 * 32 + 2 * 32
+        assert model(tensor_parallel_size=4).weight_bytes() == 4 * (2 * layer + 2 * 25 * 32 + 32)
+        # biases of queries, keys, values and of up-projections are divided, those after a sum of all devices are not
+        biased = small_shape(attention_bias=True, mlp_bias=True, learned_positions=True, tie_word_embeddings=True)
+        layer += 24 + 32 + 32 + 32
+        assert model(shape=biased, tensor_parallel_size=4).weight_bytes() == 4 * (2 * layer + 25 * 32 + 4098 * 32 + 32)
+        experts = small_shape(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            router_bias=True,
+            mlp_bias=True,
+        )
+        attention, dense = 32 * 32 + 16 * 32 + 2 * 32, 32 * 64 + 32 * 32 + 64 + 32
+        router, expert = 4 * 32 + 4, 32 * 16 + 8 * 32 + 16 + 32
+        numbers = 2 * attention + dense + router + 5 * expert + 2 * 50 * 32 + 32
+        assert model(shape=experts, tensor_parallel_size=2).weight_bytes() == 4 * numbers
+
+    def test_what_belongs_to_no_head_or_expert_is_whole_on_every_device(self):
+        # DeepSeek-V2 on eight devices, 16 heads each: projections to the latents, out of them, and the output's
+        attention = 5120 * 1536 + 1536 * 16 * 192 + 5120 * (512 + 64) + 512 * 16 * (128 + 128) + 16 * 128 * 5120
+        norms = 2 * 5120 + 1536 + 512
+        dense, expert, router = 3 * 5120 * 12288 // 8, 3 * 5120 * 1536 // 8, 160 * 5120
+        layers = 60 * (attention + norms) + dense + 59 * (router + 162 * expert)
+        numbers = layers + 2 * 102400 // 8 * 5120 + 5120
+        found = model(load_hardware("h200"), find_shape("deepseek-v2"), dtype="bfloat16", tensor_parallel_size=8)
+        assert found.weight_bytes() == 2 * numbers
+        assert found.weight_bytes() / 1e9 == pytest.approx(60.16, abs=0.005)
 
     def test_each_device_moves_its_share_of_a_page(self):
         plan = SchedulerOutput(copies=(((1, 2),),), swap_outs=[Swap(SimpleNamespace(), ((1, 2, 3),), ((4, 5, 6),))])
