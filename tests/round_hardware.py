@@ -41,6 +41,7 @@ def round_hardware(**changes: Any) -> Hardware:
         "host_link_latency_s": 0.0,
         "link_bandwidth": 1e6,
         "link_latency_s": 0.0,
+        "link_devices": 4,
     }
     return Hardware(**{**values, **changes})
 

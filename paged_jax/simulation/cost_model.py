@@ -30,6 +30,8 @@ SAMPLING_PASSES = 6
 LOGIT_BYTES = 4
 ALL_REDUCES_PER_LAYER = 2
 """After attention's output projection and after the MLP (Shoeybi et al., 2019, Megatron-LM)."""
+LINK_FIELDS = ("link_bandwidth", "link_latency_s", "link_devices")
+"""What a device must have to be one of a tensor-parallel group."""
 
 
 class StepCost(NamedTuple):
@@ -74,11 +76,19 @@ class CostModel:
     ) -> None:
         """Raises ValueError for a dtype without a peak, and for tensor parallelism that the device or model lacks."""
         tp = tensor_parallel_size
-        if tp > 1 and (hardware.link_bandwidth is None or hardware.link_latency_s is None):
-            raise ValueError(
-                f"hardware {hardware.name!r} has no link_bandwidth and link_latency_s: set them, or leave "
-                f"tensor_parallel_size ({tp}) at 1"
-            )
+        if tp > 1:
+            missing = [name for name in LINK_FIELDS if getattr(hardware, name) is None]
+            if missing:
+                raise ValueError(
+                    f"hardware {hardware.name!r} has no {' and no '.join(missing)}: set what is missing, or leave "
+                    f"tensor_parallel_size ({tp}) at 1"
+                )
+            assert hardware.link_devices is not None  # for the type checker
+            if tp > hardware.link_devices:
+                raise ValueError(
+                    f"the links of hardware {hardware.name!r} join {hardware.link_devices} devices at most "
+                    f"(link_devices): tensor_parallel_size ({tp}) must not be larger"
+                )
         if shape.num_heads % tp:
             raise ValueError(
                 f"tensor_parallel_size ({tp}) does not divide the model's {shape.num_heads} attention heads"

@@ -94,6 +94,8 @@ class Hardware(StrictModel):
     """To the other devices of a tensor-parallel group, each direction, all links of a device together."""
     link_latency_s: NotNegative | None = None
     """Of each hop of a collective."""
+    link_devices: Annotated[int, Field(ge=2)] | None = None
+    """Most devices that these links join; between more, a slower network would have to be counted."""
 
     def flops(self, dtype: str) -> float:
         """Peak for a data type. Raises ValueError when none is known."""

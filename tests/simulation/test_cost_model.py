@@ -383,8 +383,22 @@ class TestTensorParallelism:
         assert cost(decoding(0, 0), slow, rows=2).collectives == 0
 
     def test_what_is_refused(self):
-        with pytest.raises(ValueError, match="'round' has no link_bandwidth"):
-            model(round_hardware(link_bandwidth=None), tensor_parallel_size=2)
+        for field in ("link_bandwidth", "link_latency_s", "link_devices"):
+            with pytest.raises(
+                ValueError, match=f"'round' has no {field}: set what is missing, or leave tensor_parallel_size"
+            ):
+                model(round_hardware(**{field: None}), tensor_parallel_size=2)
+            model(round_hardware(**{field: None}))
+        eight = small_shape(num_heads=8)
+        model(round_hardware(link_devices=8), eight, tensor_parallel_size=8)
+        with pytest.raises(
+            ValueError, match=r"'round' join 4 devices at most \(link_devices\): tensor_parallel_size \(8\)"
+        ):
+            model(shape=eight, tensor_parallel_size=8)
+        with pytest.raises(
+            ValueError, match="'this-cpu' has no link_bandwidth and no link_latency_s and no link_devices"
+        ):
+            model(load_hardware("this-cpu"), tensor_parallel_size=2)
         with pytest.raises(ValueError, match="does not divide the model's 4 attention heads"):
             model(tensor_parallel_size=3)
         with pytest.raises(ValueError, match="no peak_flops for dtype 'bfloat16'"):

@@ -56,6 +56,12 @@ def test_sizes_that_bound_kernels():
         assert (device.fast_memory_bytes, device.scalar_memory_bytes) == (size * 2**20, 2**20)
 
 
+def test_devices_that_links_join():
+    # 8 GPUs of an HGX board or a PCIe server; chips of a pod by the Cloud TPU documentation
+    pods = {"tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216, "this-cpu": None}
+    assert {n: load_hardware(n).link_devices for n in hardware_names()} == {n: pods.get(n, 8) for n in hardware_names()}
+
+
 @pytest.mark.parametrize("name", [*DATASHEETS, "this-cpu"])
 def test_fixed_times_are_of_the_right_order(name):
     device = load_hardware(name)
@@ -107,6 +113,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("memory_bandwidth: 3.0e11", "memory_bandwidth: -1", "memory_bandwidth"),
         ("overlap: ", "overlap: 0.5 # ", "overlap"),
         ("attention_masked_share: 1.0", "attention_masked_share: 1.1", "attention_masked_share"),
+        ("link_devices: 8", "link_devices: 1", "link_devices"),
         ("kind: gpu", "kind: npu", "kind"),
         ("kernel_s: ", "# ", "kernel_s is missing"),
         ("efficiency: 0.744", "efficiency: 1.1", "gemm_tiles.0: input should be less than or equal to 1"),
