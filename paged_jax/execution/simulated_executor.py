@@ -1,7 +1,6 @@
 """Answers plans with the time that a device would need for them, and with made-up tokens: no arrays, no device."""
 
 import math
-import random
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -131,8 +130,9 @@ class SimulatedExecutor:
         """The tokens that may follow, most likely first; without beams the request's own token is taken."""
         assert request.slot is not None
         own, wanted = self._answers[request.slot][0], request.num_logprobs or 0
-        rng = random.Random(zlib.crc32(array("q", request.token_ids).tobytes(), request.seed % 2**32))
-        likely = math.sqrt((rng.getrandbits(32) + 0.5) / 2**32)  # never 0 or 1
+        history = zlib.crc32(array("q", request.token_ids).tobytes(), request.seed % 2**32)
+        mixed = history * 0x9E3779B1 % 2**32  # Knuth's multiplicative hash: checksums of like histories are alike
+        likely = math.sqrt((mixed + 0.5) / 2**32)  # never 0 or 1
         logprobs = [math.log(likely), *(math.log1p(-likely) - k * math.log(2) for k in range(1, max(wanted, 2)))]
         ranked = sorted(range(len(logprobs)), key=lambda k: -logprobs[k])
         top = tuple(((own + k) % self._vocab_size, logprobs[k]) for k in ranked[:wanted])

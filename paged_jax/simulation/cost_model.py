@@ -184,7 +184,7 @@ class CostModel:
             launch,
             self._host_s + (len(contexts) + len(chunks)) * self._host_request_s,
             tables,
-            self._transfers.copies(plan) if plan.copies else 0.0,
+            self._transfers.copies(plan) if any(plan.copies) else 0.0,
             self._transfers.swaps(plan) if plan.swap_outs or plan.swap_ins else 0.0,
         )
 
