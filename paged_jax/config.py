@@ -308,8 +308,8 @@ def check_real(config: EngineConfig) -> None:
             raise ValueError(f"{field} is for the simulated device only: leave it unset, or use executor simulated")
     if config.kv_cache_dtype in ("float8", "int8"):
         raise ValueError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} is for the simulated device only, so far: choose a dtype of 16 or "
-            "32 bits, or use executor simulated"
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is for the simulated device only, so far: choose another, or "
+            "use executor simulated"
         )
 
 

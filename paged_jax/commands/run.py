@@ -15,9 +15,9 @@ class Run:
     """Run an experiment file, or all of a directory; write tables and figures.
 
     A run that was stopped goes on where it was: trials that the output directory holds are not repeated.
-    Of a directory every *.yaml file is run, in the order of their names; one that fails does not stop the others,
-    and at the end all numbers that were compared with published ones are shown together. Values in square brackets
-    need quotes in some shells.
+    Of a directory every *.yaml file is checked first, and then run, in the order of their names; one that fails while
+    it runs does not stop the others, and at the end all numbers that were compared with published ones are shown
+    together. Values in square brackets need quotes in some shells.
 
     examples:
         paged-jax run configs/smoke.yaml

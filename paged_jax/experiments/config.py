@@ -1,6 +1,8 @@
 """What an experiment is: one YAML file, checked to its last key before anything runs."""
 
 import difflib
+import hashlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import Field, model_validator
 
-from paged_jax.config import EngineConfig, StrictModel, nearest, parse
+from paged_jax.config import POLICIES, EngineConfig, StrictModel, nearest, parse
 from paged_jax.experiments.compatibility import (
     DEVICE_KEYS,
     check_engine,
@@ -127,6 +129,16 @@ class Setting:
         return label_of(self.values)
 
     @property
+    def policy_fingerprint(self) -> str | None:
+        """SHA-256 of the files of policies of one's own, which may change; None without any, or in a notebook."""
+        names = [getattr(self.engine, field) or "" for field in POLICIES]
+        modules = sorted({name.partition(":")[0] for name in names if ":" in name} - {"__main__"})
+        found = [importlib.util.find_spec(module) for module in modules]
+        files = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+        text = b"".join(path.read_bytes() for path in files if path.is_file())
+        return hashlib.sha256(text).hexdigest() if text else None
+
+    @property
     def hardware_fingerprint(self) -> str | None:
         """The hardware's name and, of a file, which may change, its content."""
         path = Path(self.hardware or "")
@@ -171,7 +183,10 @@ def experiment_from_dict(raw: Mapping[str, Any]) -> ExperimentConfig:
     for key, values in swept_keys(sweep).items():
         _check_swept_key(key, values, known, raw.get("executor"))
         if _get(raw, key) is not _ABSENT:
-            raise ValueError(f"{key} is both set and swept: leave it out of {key.partition('.')[0]}")
+            section, dot, _ = key.partition(".")
+            raise ValueError(
+                f"{key} is both set and swept: {f'leave it out of {section}' if dot else 'remove the key'}"
+            )
     for key in raw:
         if key not in ExperimentConfig.model_fields:
             raise ValueError(f"unknown key {key!r}{_suggestion(key, known)}")

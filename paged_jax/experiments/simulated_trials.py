@@ -6,6 +6,7 @@ the same lines, to the last digit.
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -133,6 +134,7 @@ def _simulate_in_worker(trial: Trial, path: list[str], directory: str) -> dict[s
     """The same in a process that may have been started elsewhere, and does not know where one's own policies are."""
     sys.path += [folder for folder in path if folder not in sys.path]
     os.chdir(directory)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
     return simulate(trial)
 
 

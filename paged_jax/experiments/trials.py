@@ -21,6 +21,8 @@ from paged_jax.experiments.measurements import Served
 from paged_jax.experiments.metrics import METRICS, tokens_sha256
 from paged_jax.experiments.request_traces.workload import workload_fingerprint
 
+_FILES_DIFFER = "the settings agree: the file of a trace, a policy or a hardware has changed, or a stand-in ran"
+
 _ORDER_SEED = 20230917
 """Of the order of trials; fixed, so that a resumed run goes on in the order that was begun."""
 
@@ -45,6 +47,7 @@ class Trial:
             setting.engine.model_dump(),
             setting.workload.model_dump(),
             workload_fingerprint(setting.workload),
+            setting.policy_fingerprint,
         ]
         text = json.dumps(parts, sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-seed{self.seed}-repeat{self.repeat}"
@@ -124,7 +127,7 @@ def check_same_experiment(
     difference = _difference(directory / "config.yaml", config)
     raise ValueError(
         f"{directory} holds {len(strangers)} trial{'s' * (len(strangers) > 1)} of a different configuration"
-        f" ({difference or 'the settings agree: a trace or a hardware file has changed, or a stand-in ran for it'}): "
+        f" ({difference or _FILES_DIFFER}): "
         "discard them with --fresh, or keep them and give this experiment another name or output directory"
     )
 

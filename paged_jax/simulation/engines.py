@@ -121,6 +121,8 @@ def _num_blocks(
             f"{share:.0%} of the {device.memory_bytes / 2**30:.0f} GiB of {device.name} (tensor_parallel_size "
             f"{config.tensor_parallel_size}), less {cost.weight_bytes() / 2**30:.1f} GiB of weights,"
         )
+    if budget < 0:
+        raise ValueError(f"{said} leaves nothing for the KV cache: raise tensor_parallel_size, or take a larger device")
     count = int(budget // per_block)
     if count < 2:
         raise ValueError(

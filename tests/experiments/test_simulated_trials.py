@@ -120,6 +120,9 @@ def test_a_policy_that_was_changed_is_what_runs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert preempts("max") != preempts("min")
+    module.write_text(module.read_text() + "# changed\n")
+    with pytest.raises(ValueError, match="the file of a trace, a policy or a hardware has changed"):
+        run_experiment(experiment_from_dict(raw), tmp_path / "out", progress=False)
 
 
 def test_workers_read_the_files_of_the_directory_that_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

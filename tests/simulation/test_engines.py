@@ -70,7 +70,7 @@ def test_the_clock_is_virtual_and_may_be_given() -> None:
     [
         ("opt-13c", "h200", {}, "no model 'opt-13c'"),
         ("opt-13b", "h2000", {}, "no hardware 'h2000' in the catalogue; did you mean 'h200'?"),
-        ("opt-175b", "a100-40gb", {}, "less 325.2 GiB of weights, does not hold two blocks"),
+        ("opt-175b", "a100-40gb", {}, "less 325.2 GiB of weights, leaves nothing for the KV cache"),
         ("tiny-llama", "this-cpu", {"memory_utilization": 0.5}, "memory_utilization has no effect on a CPU"),
         ("tiny-llama", "h200", {"attention_implementation": "xla"}, "attention_implementation has no effect"),
         ("tiny-llama", "h200", {"layer_loop": "scanned"}, "layer_loop has no effect on a simulated device"),

@@ -158,7 +158,20 @@ def _length_rows(spec: TraceWorkload, streams: Streams) -> tuple[list[TraceRow],
     order = _order(spec, len(rows), streams)[: spec.max_requests]
     if len(order) < len(rows):
         notes.append(f"{spec.file}: {len(order)} of {len(rows)} requests are taken (max_requests)")
-    return [rows[i] for i in (sorted(order) if spec.keeps_times else order)], notes
+    taken = [rows[i] for i in (sorted(order) if spec.keeps_times else order)]
+    if spec.keeps_times and len(taken) > 1 and not _stands_in(spec):
+        notes.append(_pace(spec, taken))
+    return taken, notes
+
+
+def _pace(spec: TraceWorkload, rows: Sequence[TraceRow]) -> str:
+    """How fast requests come, which tells a wrong unit of time at a glance."""
+    seconds = ((rows[-1].time_ns or 0) - (rows[0].time_ns or 0)) / 1e9 * (spec.time_scale or 1.0)
+    rate = f"{len(rows) / seconds:.4g} a second" if seconds else "at one instant"
+    return (
+        f"{spec.file}: {len(rows)} requests in {seconds:.4g} s, {rate} (if that cannot be, set workload.time_unit or "
+        "time_scale)"
+    )
 
 
 def _text_requests(
