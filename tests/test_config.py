@@ -38,7 +38,7 @@ BAD = [
     ({"debug": 1}, "debug: input should be a valid boolean, got 1"),
     ({"prefix_cache": 3}, "prefix_cache: input should be a valid string, got 3"),
     ({"dtype": "float64"}, f"dtype: {DTYPES}, got 'float64'"),
-    ({"kv_cache_dtype": 8}, "kv_cache_dtype: input should be 'auto', 'float32', 'bfloat16', 'float16', 'float8' or 'int8', got 8"),
+    ({"kv_cache_dtype": 8}, f"kv_cache_dtype: {DTYPES.replace(' or', ',')}, 'float8' or 'int8', got 8"),
     (
         {"attention_implementation": "xle"},
         "input should be 'auto', 'reference', 'xla', 'mosaic_tpu', 'mosaic_gpu' or 'triton', got 'xle'",
