@@ -60,8 +60,10 @@ def few_requests(file: str) -> list[str]:
     if config.workload.kind == "trace":
         # the stand-in too, which must not have fewer than are taken
         return ["workload.max_requests=4", "workload.stand_in.num_requests=4", "seeds=[0]"]
-    if "zip" in config.sweep and any("workload.num_requests" in axis for axis in config.sweep["zip"]):
-        return ["seeds=[0]", "workload.output.max=8", "workload.output.mean=4"]
+    swept = {key for axis in config.sweep.get("zip", ()) for key in axis}
+    if "workload.num_requests" in swept:
+        short = [] if "workload.output.max" in swept else ["workload.output.max=8", "workload.output.mean=4"]
+        return ["seeds=[0]", *short]
     return ["workload.num_requests=4", "seeds=[0]"]
 
 
