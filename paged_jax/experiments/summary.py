@@ -41,16 +41,15 @@ def summarise(config: ExperimentConfig, records: Sequence[Mapping[str, Any]]) ->
     """Every setting's summary, in the order of the sweep; `records` are all trials of the experiment."""
     by_key = {record["key"]: record["metrics"] for record in records}
     points = settings(config)
+    # a key is a fingerprint of files, too: worked out once for each trial, not for each of its metrics
+    measured_of = [
+        [[by_key[Trial(point, seed, r, config.executor).key] for r in range(config.repeats)] for seed in config.seeds]
+        for point in points
+    ]
     # metric -> seeds -> repeats, for each setting
     values = [
-        {
-            metric: [
-                [_number(by_key[Trial(point, seed, r, config.executor).key][metric]) for r in range(config.repeats)]
-                for seed in config.seeds
-            ]
-            for metric in METRICS
-        }
-        for point in points
+        {metric: [[_number(repeat[metric]) for repeat in repeats] for repeats in by_seed] for metric in METRICS}
+        for by_seed in measured_of
     ]
     summaries = []
     for point, measured in zip(points, values, strict=True):
