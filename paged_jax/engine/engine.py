@@ -22,7 +22,7 @@ from paged_jax.kv_cache.group import CacheGroup
 from paged_jax.kv_cache.manager import CacheSpec, KVCacheManager
 from paged_jax.kv_cache.prefix_cache import PrefixCache
 from paged_jax.kv_cache.usage import KVUsage
-from paged_jax.sampling.params import BeamSearchParams, SamplingParams
+from paged_jax.sampling.params import BeamSearchParams, SamplingParams, num_samples
 from paged_jax.sampling.seeds import derive_seed
 from paged_jax.sampling.stop import TextStream
 
@@ -188,7 +188,7 @@ class Engine:
         self._door.check_labels(priority, user, cache_salt, expected_output_len)
         is_beams = isinstance(params, BeamSearchParams)
         sampling = SamplingParams(temperature=0, max_tokens=params.max_tokens) if is_beams else params
-        width = params.beam_width if is_beams else params.n
+        width = num_samples(params)
         number = self._num_requests
         longest = self.max_request_len
         if params.max_tokens is not None:

@@ -13,7 +13,7 @@ from paged_jax.engine.engine import Arrival, Engine, drive
 from paged_jax.engine.request import Request, RequestMetrics
 from paged_jax.engine.stats import StepStats
 from paged_jax.kv_cache.usage import KVUsage
-from paged_jax.sampling.params import BeamSearchParams, SamplingParams
+from paged_jax.sampling.params import num_samples
 
 
 class Served(NamedTuple):
@@ -108,11 +108,7 @@ def run_workload(engine: Engine, arrivals: Sequence[Arrival]) -> tuple[list[Serv
             steps.append(stats)
         # in a static batch requests end before they leave: they are finished once
         requests += [Served.of(request) for request in advanced if request.is_finished]
-    wanted = sum(_num_samples(arrival.params) for arrival in arrivals)
+    wanted = sum(num_samples(arrival.params) for arrival in arrivals)
     if len(requests) != wanted:
         raise RuntimeError(f"{wanted} samples were asked for and {len(requests)} were reported")
     return requests, steps, start
-
-
-def _num_samples(params: SamplingParams | BeamSearchParams) -> int:
-    return params.beam_width if isinstance(params, BeamSearchParams) else params.n

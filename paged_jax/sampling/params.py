@@ -164,6 +164,11 @@ class BeamSearchParams:
             object.__setattr__(self, name, value)
 
 
+def num_samples(params: SamplingParams | BeamSearchParams) -> int:
+    """How many samples or beams of its prompt run at once."""
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
 def _number(name: str, value: Any, low: float, high: float, rule: str) -> float:
     # NaN fails both comparisons, and integers too large for a float compare without overflow
     if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
